@@ -1,0 +1,1 @@
+"""The specrun command: one file a command."""

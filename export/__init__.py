@@ -1,0 +1,1 @@
+"""Weights and a family description become ONNX graphs in a bundle."""

@@ -1,0 +1,1 @@
+"""Where bundles live: manifest schema, layout, sources, integrity, locks, errors."""

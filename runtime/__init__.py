@@ -1,0 +1,1 @@
+"""A bundle becomes tokens: sessions, KV caches, proposers, acceptance, the loop."""

@@ -1,0 +1,1 @@
+"""Proposers: each guesses draft tokens and re-synchronises, nothing else."""
