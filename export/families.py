@@ -5,10 +5,14 @@ A family says where a model may differ from the common form: RMSNorm, rotary gro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from specrun.models_cache.errors import UnsupportedModelError
+from specrun.models_cache.errors import IntegrityError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from specrun.export.config import ModelConfig
 
 WindowRule = Literal["none", "all", "upper_layers", "no_rope_layers"]
 
@@ -100,3 +104,61 @@ def family_for(architecture: str, *, gguf: bool = False) -> Family:
     raise UnsupportedModelError(
         f"The architecture {architecture!r} is not one that specrun builds graphs for; it knows {known}."
     )
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model of this configuration has, by its Hugging Face name."""
+    hidden, inner, head = config.hidden, config.intermediate, config.head_dim
+    queries, keys = config.heads * head, config.kv_heads * head
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocabulary, hidden)}
+    projections = {  # name -> rows, columns, has a bias
+        "self_attn.q_proj": (queries, hidden, config.attention_bias),
+        "self_attn.k_proj": (keys, hidden, config.attention_bias),
+        "self_attn.v_proj": (keys, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, queries, config.output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if config.family.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (head,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (head,)
+        for name, (rows, columns, bias) in projections.items():
+            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}.{name}.bias"] = (rows,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied_head:
+        shapes["lm_head.weight"] = (config.vocabulary, hidden)
+    return shapes
+
+
+def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Compare the tensors of a file, by their Hugging Face names, with what the model must have.
+
+    Raises IntegrityError for a missing tensor or one of the wrong shape, UnsupportedModelError for one that the
+    family does not account for: weights that are ignored are wrong answers.
+    """
+    wanted = tensor_shapes(config)
+    if missing := [name for name in wanted if name not in found]:
+        raise IntegrityError(
+            f"{source} lacks {_some(missing)}, which a {config.family.name} model has; fetch it again."
+        )
+    if unknown := [name for name in found if name not in wanted]:
+        raise UnsupportedModelError(
+            f"{source} has {_some(unknown)}, which specrun's {config.family.name} family does not account for."
+        )
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise IntegrityError(
+                f"{name} in {source} has the shape {list(found[name])}, but the configuration says {list(shape)}."
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
