@@ -1,0 +1,175 @@
+"""From a source to a bundle: fetch, read, quantise, build the graphs, measure fidelity, publish."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import onnx_ir as ir
+
+from specrun.export.config import ModelConfig
+from specrun.export.fidelity import TEXT, measure_fidelity
+from specrun.export.graph import SPARE_POSITIONS, build_target, store_weights
+from specrun.export.quantize import check_precision
+from specrun.export.tokenizer import TokenizerFiles, tokenizer_files
+from specrun.export.weight_file import WeightFile
+from specrun.export.weights import Weights, open_weights
+from specrun.models_cache.errors import UsageError
+from specrun.models_cache.layout import Bundle
+from specrun.models_cache.manifest import GraphSpec, KVSpec, Manifest, Sizes, SourceInfo, TensorSpec
+from specrun.models_cache.progress import Progress, no_progress
+from specrun.models_cache.sources import FetchedSource, fetch_source
+from specrun.models_cache.store import bundle_or_build
+
+DEFAULT_PRECISION = "int8"
+DATA_FILE = "target.onnx.data"
+# Graph name -> (file, whether it takes ragged batches, what the operator schema must have).
+VARIANTS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
+    "target": ("target.onnx", True, ("query_seqlens",)),
+    "target_batch1": ("target_batch1.onnx", False, ()),
+}
+
+
+def export_bundle(
+    source: str,
+    *,
+    name: str | None = None,
+    precision: str | None = None,
+    block: int | None = None,
+    output: Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Export `source` (a folder, a .gguf file, a hub id or a known name) and return its bundle.
+
+    precision: int8 (default), int4, fp32, or source: a GGUF's own quantisation kept exactly. block: columns that share
+    a scale (int8, int4). name: the source's own name, with the precision after it unless it is the default.
+    output: a folder outside the cache. An existing bundle of that name is returned as it is unless `force`.
+
+    Raises UsageError, SourceError, IntegrityError, UnsupportedModelError, CacheError.
+    """
+    report = progress or no_progress
+    precision = precision or DEFAULT_PRECISION
+    check_precision(precision, block)
+    if name is None:
+        name = bundle_name(source) if precision == DEFAULT_PRECISION else f"{bundle_name(source)}-{precision}"
+
+    def build(folder: Path) -> Manifest:
+        fetched = fetch_source(source, progress=report)
+        return write_bundle(folder, fetched, precision=precision, block=block, progress=report)
+
+    return bundle_or_build(name, build, output=output, force=force, progress=report)
+
+
+def bundle_name(source: str) -> str:
+    """The default bundle name of a source: its last part in lower case, without `.gguf`."""
+    last = re.split(r"[/\\]", source.rstrip("/\\"))[-1]
+    return re.sub(r"\.gguf$", "", last, flags=re.IGNORECASE).lower()
+
+
+def write_bundle(
+    folder: Path, fetched: FetchedSource, *, precision: str, block: int | None, progress: Progress = no_progress
+) -> Manifest:
+    """Write graphs, weights and tokenizer of a fetched source into `folder`; the manifest still lacks `files`."""
+    weights = open_weights(fetched.path)
+    config = weights.config
+    if precision == "source" and fetched.path.suffix.lower() != ".gguf":
+        raise UsageError("Precision 'source' keeps the blocks of a GGUF file: choose int8, int4 or fp32 for this source.")
+    tokenizer = tokenizer_files(fetched.path)
+    if tokenizer.tokens > config.vocabulary:
+        raise UsageError(
+            f"The tokenizer has {tokenizer.tokens} tokens and the model only {config.vocabulary}: "
+            "they do not belong together."
+        )
+    with WeightFile(folder / DATA_FILE) as file:
+        stored = store_weights(weights, file, precision, block, progress)
+        graphs = {}
+        for graph_name, (graph_file, ragged, requires) in VARIANTS.items():
+            model = build_target(config, stored, file, ragged=ragged)
+            ir.save(model, folder / graph_file)
+            graphs[graph_name] = GraphSpec(
+                graph_file, (DATA_FILE,), requires, None if ragged else 1, _specs(model.graph.inputs), _specs(model.graph.outputs)
+            )
+    _write_tokenizer(folder, tokenizer)
+    progress("Measuring fidelity", 0, 1)
+    # The variant that every ONNX Runtime build loads; both compute the same.
+    fidelity, widths = measure_fidelity(weights, folder / VARIANTS["target_batch1"][0], _fidelity_ids(tokenizer))
+    progress("Measuring fidelity", 1, 1)
+    return Manifest(
+        name=fetched.name,
+        family=config.family.name,
+        sizes=_sizes(config, tokenizer),
+        special_ids=tokenizer.special_ids,
+        graphs=graphs,
+        precision=_precision(weights, precision),
+        kv=KVSpec("float32", config.context + SPARE_POSITIONS),
+        source=SourceInfo(fetched.name, fetched.kind, fetched.files, fetched.licence or config.licence),
+        fidelity=fidelity,
+        widths_validated=widths,
+    )
+
+
+def _write_tokenizer(folder: Path, tokenizer: TokenizerFiles) -> None:
+    (folder / "tokenizer.json").write_text(tokenizer.tokenizer_json, encoding="utf-8")
+    if tokenizer.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    generation = {"eos_token_id": list(tokenizer.special_ids.eos), "bos_token_id": tokenizer.special_ids.bos}
+    (folder / "generation.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+
+
+def _fidelity_ids(tokenizer: TokenizerFiles) -> list[int]:
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_str(tokenizer.tokenizer_json).encode(TEXT, add_special_tokens=False).ids
+    return ids
+
+
+def _precision(weights: Weights, precision: str) -> dict[str, str]:
+    """What each part is stored as; for `source` the block types that the file uses."""
+    parts = {
+        "embedding": ["model.embed_tokens.weight"],
+        "attention": [f"self_attn.{part}_proj.weight" for part in "qkvo"],
+        "mlp": [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")],
+        "head": ["model.embed_tokens.weight" if weights.config.tied_head else "lm_head.weight"],
+    }
+    result = {"requested": precision}
+    for part, endings in parts.items():
+        if precision == "source":
+            types = {weights.type_name(name) for name in weights.names() if name.endswith(tuple(endings))}
+            result[part] = "+".join(sorted(types))
+        else:
+            result[part] = "int8" if precision == "int4" and part in ("embedding", "head") else precision
+    return result
+
+
+def _sizes(config: ModelConfig, tokenizer: TokenizerFiles) -> Sizes:
+    return Sizes(
+        hidden=config.hidden,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate,
+        vocabulary=config.vocabulary,
+        tokens=tokenizer.tokens,
+        context=config.context,
+    )
+
+
+def _specs(values: list[ir.Value]) -> tuple[TensorSpec, ...]:
+    specs = []
+    for value in values:
+        assert value.name is not None
+        assert value.dtype is not None
+        assert value.shape is not None
+        shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
+        specs.append(TensorSpec(value.name, str(value.dtype.numpy()), shape))
+    return tuple(specs)
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,173 @@
+"""Weights [out, in] become matrices in a storage that ONNX Runtime computes with.
+
+A `FloatMatrix` is a MatMul; a `BlockMatrix` is MatMulNBits with, for quantisations that carry a minimum per block,
+a second term blocksum(x) @ offsets. Quantising is ONNX Runtime's own: round to nearest for 8 bits, k-quant for 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrun.export.weights import Blocks, Weights
+from specrun.models_cache.errors import UsageError
+
+PRECISIONS = ("fp32", "int8", "int4", "source")
+DEFAULT_BLOCKS = {"int8": 32, "int4": 32}
+VALID_BLOCKS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatMatrix:
+    """weight: f32 [N, K]."""
+
+    weight: NDArray[np.float32]
+
+    @property
+    def rows(self) -> int:
+        return int(self.weight.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """w[n, k] = scales[n, k // block] * (code - zero) + offsets[n, k // block], zero = 2**(bits - 1) unless given.
+
+    packed: u8 [N, K // block, block * bits // 8], the first of two 4-bit codes in the low half of a byte;
+    scales: f32 [N, K // block]; zero_points: u8 [N, ceil(K // block * bits / 8)] or None; offsets: f32
+    [N, K // block] or None.
+    """
+
+    bits: int
+    block: int
+    packed: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    zero_points: NDArray[np.uint8] | None = None
+    offsets: NDArray[np.float32] | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(self.packed.shape[0])
+
+    @property
+    def columns(self) -> int:
+        return int(self.packed.shape[1]) * self.block
+
+
+Matrix = FloatMatrix | BlockMatrix
+
+
+def check_precision(precision: str, block: int | None) -> None:
+    """Refuse an unknown precision or block size with a UsageError."""
+    if precision not in PRECISIONS:
+        raise UsageError(f"Unknown precision '{precision}': choose one of {', '.join(PRECISIONS)}.")
+    if block is not None and (precision not in DEFAULT_BLOCKS or block not in VALID_BLOCKS):
+        raise UsageError(
+            f"Block size {block} does not go with precision '{precision}': int8 and int4 take "
+            f"{', '.join(map(str, VALID_BLOCKS))}."
+        )
+
+
+def fused_matrices(weights: Weights, names: list[str], precision: str, block: int | None) -> Iterator[Matrix]:
+    """The matrices whose outputs, concatenated, are the projections `names` of one input, as few as possible.
+
+    `source` fuses neighbours of equal block type; the other precisions fuse everything into one.
+    """
+    if precision == "source":
+        parts = [(weights.blocks(name), name) for name in names]
+        for kind, group in groupby(parts, key=lambda part: _block_kind(part[0])):
+            members = list(group)
+            if kind is None:
+                yield FloatMatrix(_concatenate([weights.tensor(name) for _, name in members]))
+            else:
+                yield fuse_blocks([blocks for blocks, _ in members if blocks is not None])
+        return
+    yield quantize_matrix(_concatenate([weights.tensor(name) for name in names]), precision, block)
+
+
+def quantize_matrix(weight: NDArray[np.float32], precision: str, block: int | None) -> Matrix:
+    """`weight` f32 [N, K] in `precision`; a K that no block size divides stays in fp32."""
+    if precision == "fp32":
+        return FloatMatrix(weight)
+    columns = weight.shape[1]
+    block = block or DEFAULT_BLOCKS[precision]
+    while columns % block and block > VALID_BLOCKS[0]:
+        block //= 2
+    if columns % block:
+        return FloatMatrix(weight)
+    return quantize_8bit(weight, block) if precision == "int8" else quantize_4bit(weight, block)
+
+
+def quantize_8bit(weight: NDArray[np.float32], block: int) -> BlockMatrix:
+    """Symmetric round to nearest, 8 bits, by ONNX Runtime's own quantiser."""
+    from onnxruntime.capi._pybind_state import quantize_matmul_8bits
+
+    rows, columns = weight.shape
+    blocks = columns // block
+    packed = np.zeros((rows, blocks, block), np.uint8)
+    scales = np.zeros(rows * blocks, np.float32)
+    zero_points = np.zeros(rows * blocks, np.uint8)
+    quantize_matmul_8bits(packed, np.ascontiguousarray(weight.T), scales, zero_points, block, rows, columns, True)
+    return BlockMatrix(8, block, packed, scales.reshape(rows, blocks))
+
+
+def quantize_4bit(weight: NDArray[np.float32], block: int) -> BlockMatrix:
+    """k-quant, 4 bits with a zero point per block, by ONNX Runtime's own quantiser."""
+    from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
+
+    rows, columns = weight.shape
+    blocks = columns // block
+    chunk = max(1, (1 << 19) // columns)  # about 2 MiB at a time stays in the caches
+
+    def run(start: int) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]]:
+        piece = weight[start : start + chunk]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            codes, scales, zeros = quant_tensor_k_quant_cpu(piece, 4, block)
+        shape = (piece.shape[0], blocks)
+        return codes.astype(np.uint8).reshape(piece.shape), scales.astype(np.float32).reshape(shape), zeros.reshape(shape)
+
+    with ThreadPoolExecutor() as pool:
+        pieces = list(pool.map(run, range(0, rows, chunk)))
+    codes = np.concatenate([piece[0] for piece in pieces])
+    scales = np.concatenate([piece[1] for piece in pieces])
+    zeros = np.concatenate([piece[2] for piece in pieces])
+    if blocks % 2:
+        zeros = np.pad(zeros, ((0, 0), (0, 1)), constant_values=8)
+    return BlockMatrix(4, block, pack_codes(codes, 4, block), scales, zero_points=pack_nibbles(zeros))
+
+
+def fuse_blocks(parts: list[Blocks]) -> BlockMatrix:
+    """Blocks of one kind, stacked along N, in MatMulNBits storage: the weights exactly as the file has them."""
+    first = parts[0]
+    offsets = None if first.offsets is None else np.concatenate([part.offsets for part in parts if part.offsets is not None])
+    return BlockMatrix(
+        first.bits,
+        first.block,
+        np.concatenate([pack_codes(part.codes, part.bits, part.block) for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        offsets=offsets,
+    )
+
+
+def pack_codes(codes: NDArray[np.uint8], bits: int, block: int) -> NDArray[np.uint8]:
+    """u8 [N, K], a code a byte -> u8 [N, K // block, block * bits // 8]."""
+    rows, columns = codes.shape
+    packed = codes if bits == 8 else pack_nibbles(codes)
+    return packed.reshape(rows, columns // block, block * bits // 8)
+
+
+def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """u8 [N, even K] of values under 16 -> u8 [N, K // 2], even columns in the low half."""
+    return codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
+
+
+def _block_kind(blocks: Blocks | None) -> tuple[int, int, bool] | None:
+    return None if blocks is None else (blocks.bits, blocks.block, blocks.offsets is not None)
+
+
+def _concatenate(arrays: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

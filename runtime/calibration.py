@@ -1,0 +1,215 @@
+"""What a probe found on this machine: at which widths rows are bit-equal, and what a run of each width costs.
+
+The rule is a property of graph, ONNX Runtime build, processor and thread count, so the result is kept per those under
+the cache root, never inside the bundle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrun.models_cache.layout import Bundle, cache_root
+from specrun.runtime.backend import onnxruntime
+from specrun.runtime.session import ModelSession, WidthRule
+
+VERSION = 2
+PROBED_WIDTHS = tuple(range(1, 17))
+LONG_WIDTHS = (64, 256)
+TIMED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17)
+MULTIPLES = (1, 2, 4)
+BASE = 24  # tokens before the probed ones
+RAGGED = ((5, 3, 1), (2, 4, 6), (1, 1, 1))  # new tokens of three rows, run after run
+TIMING_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`width_multiple` of the smallest rule that held (None: none did); `costs[width]` in seconds for exact runs."""
+
+    width_multiple: int | None
+    costs: dict[int, float]
+
+    @property
+    def rule(self) -> WidthRule:
+        """The rule to run by."""
+        if self.width_multiple is None:
+            return WidthRule(multiple=1, exact=False)
+        return WidthRule(multiple=self.width_multiple)
+
+    @property
+    def exactness(self) -> str:
+        """"bitwise", or "rounding" where no rule held."""
+        return "rounding" if self.width_multiple is None else "bitwise"
+
+    def cost(self, width: int) -> float:
+        """Seconds of a run of `width` positions, interpolated between the measured ones."""
+        widths = sorted(self.costs)
+        return float(np.interp(width, widths, [self.costs[w] for w in widths])) if width <= widths[-1] else (
+            self.costs[widths[-1]] * width / widths[-1]
+        )
+
+
+def calibrate(bundle: Bundle, threads: int, open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration:
+    """The kept calibration of this bundle on this machine, or a new probe (under two seconds for small models).
+
+    `open_session(batch, rule)` opens a session of the bundle; it is called only when a probe is needed.
+    """
+    path = _path(bundle, threads)
+    kept = _load(path)
+    if kept is not None:
+        return kept
+    found = probe(open_session)
+    _save(path, found)
+    return found
+
+
+def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration:
+    """Run the same tokens at many widths and in ragged batches; keep the smallest multiple with equal bits."""
+    session = open_session(1, WidthRule())
+    tokens = _tokens(BASE + max(LONG_WIDTHS), session.sizes.tokens)
+    reference: NDArray[np.float32] | None = None
+    found: int | None = None
+    for multiple in MULTIPLES:
+        session.width_rule = WidthRule(multiple=multiple)
+        reference = _chain(session, tokens, 16)
+        if _holds(session, tokens, reference, lambda batch, rule=session.width_rule: open_session(batch, rule)):
+            found = multiple
+            break
+    session.width_rule = WidthRule(multiple=found or 1)
+    return Calibration(found, _costs(session, tokens))
+
+
+def _holds(
+    session: ModelSession,
+    tokens: list[int],
+    reference: NDArray[np.float32],
+    open_batch: Callable[[int], ModelSession],
+) -> bool:
+    chains = (_chain(session, tokens, width) for width in PROBED_WIDTHS)
+    if not all(np.array_equal(chain, reference) for chain in chains):
+        return False
+    if session.ragged and not _ragged_holds(session, open_batch(len(RAGGED[0])), tokens):
+        return False
+    if session.sizes.context < max(LONG_WIDTHS) + BASE:
+        return True
+    long = [_long(session, tokens, width) for width in (16, *LONG_WIDTHS)]
+    return all(np.array_equal(rows, long[0]) for rows in long)
+
+
+def _chain(session: ModelSession, tokens: list[int], width: int) -> NDArray[np.float32]:
+    """Logits [16, vocabulary] of 16 tokens after the base, run `width` at a time."""
+    session.rewind_to(0)
+    session.run(tokens[:BASE], rows=1)
+    pieces = []
+    for start in range(BASE, BASE + 16, width):
+        piece = tokens[start : min(start + width, BASE + 16)]
+        pieces.append(session.run(piece, rows=len(piece)).copy())
+    return np.concatenate(pieces)
+
+
+def _long(session: ModelSession, tokens: list[int], width: int) -> NDArray[np.float32]:
+    """Logits of the last position of 256 tokens, prefilled `width` at a time."""
+    session.rewind_to(0)
+    total = max(LONG_WIDTHS)
+    for start in range(0, total, width):
+        logits = session.run(tokens[start : start + width], rows=1)
+    return logits.copy()
+
+
+def _ragged_holds(session: ModelSession, batch: ModelSession, tokens: list[int]) -> bool:
+    """Whether rows of a ragged batch have the logits that they have alone."""
+    starts = [BASE - 7 * row for row in range(batch.cache.batch)]
+    expected = []
+    for row, start in enumerate(starts):
+        session.rewind_to(0)
+        session.run(tokens[:start], rows=1)
+        wanted = sum(counts[row] for counts in RAGGED)
+        expected.append(session.run(tokens[start : start + wanted], rows=wanted).copy())
+    for row, start in enumerate(starts):
+        idle: list[list[int]] = [[] for _ in starts]
+        idle[row] = tokens[:start]
+        batch.run_batch(idle, rows=1)
+    seen = [0] * len(starts)
+    for counts in RAGGED:
+        new = [tokens[starts[row] + seen[row] :][:count] for row, count in enumerate(counts)]
+        logits = batch.run_batch(new, rows=max(counts))
+        for row, count in enumerate(counts):
+            if not np.array_equal(logits[row, -count:], expected[row][seen[row] : seen[row] + count]):
+                return False
+            seen[row] += count
+    return True
+
+
+def _costs(session: ModelSession, tokens: list[int]) -> dict[int, float]:
+    """The fastest of a few runs at each width, after a context of 64 tokens; seconds."""
+    context = min(64, session.sizes.context // 2)
+    session.rewind_to(0)
+    session.run(tokens[:context], rows=1)
+    best: dict[int, float] = {}
+    widths = [width for width in TIMED_WIDTHS if context + width <= session.sizes.context]
+    for width in _repeat(widths, TIMING_ROUNDS):
+        session.rewind_to(context)
+        start = time.perf_counter()
+        session.run(tokens[context : context + width], rows=width)
+        elapsed = time.perf_counter() - start
+        best[width] = min(elapsed, best.get(width, elapsed))
+    session.rewind_to(0)
+    # A wider run never costs less: what looks so is noise of the shorter one.
+    for wider, width in zip(reversed(widths[1:]), reversed(widths[:-1]), strict=True):
+        best[width] = min(best[width], best[wider])
+    return best
+
+
+def _repeat(widths: list[int], times: int) -> Iterator[int]:
+    for _ in range(times):
+        yield from widths
+
+
+def _tokens(count: int, vocabulary: int) -> list[int]:
+    """Any ids do; these are spread over the vocabulary and the same everywhere."""
+    return [(index * 7919 + 104729) % vocabulary for index in range(1, count + 1)]
+
+
+def _path(bundle: Bundle, threads: int) -> Path:
+    key = [VERSION, bundle.digest, onnxruntime().__version__, _processor(), threads]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    return cache_root() / "calibration" / f"{digest[:32]}.json"
+
+
+def _processor() -> str:
+    """What decides which kernels are chosen: the feature flags where the system lists them, else its name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
+        if flags:
+            return flags[0]
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _load(path: Path) -> Calibration | None:
+    try:
+        raw = json.loads(path.read_text())
+        return Calibration(raw["width_multiple"], {int(width): float(cost) for width, cost in raw["costs"].items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # absent or damaged: the probe is repeated
+
+
+def _save(path: Path, found: Calibration) -> None:
+    """Keep the result if the cache can be written; a read-only one costs a probe at each start."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(found)))
+        temporary.replace(path)
+    except OSError:
+        return

@@ -1,0 +1,75 @@
+"""Preallocated key/value buffers with a committed length per row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrun.models_cache.errors import ContextLengthError
+
+CAPACITY_STEP = 256
+
+
+class KVCache:
+    """Keys and values of every layer: [batch, kv_heads, capacity, head_dim], float32, appended to in place by the graph.
+
+    `lengths[row]` is how many positions of a row are true. What lies behind is junk that the next run overwrites, so
+    a rollback is only a smaller length.
+    """
+
+    def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity: int, limit: int, batch: int = 1) -> None:
+        self.lengths: list[int] = [0] * batch
+        self.capacity = 0
+        self.values: list[Any] = []  # onnxruntime OrtValues: key.0, value.0, key.1, ...
+        self._arrays: list[NDArray[np.float32]] = []
+        self._shape = (batch, kv_heads, head_dim)
+        self._buffers = 2 * layers
+        self._limit = limit
+        self.reserve(capacity)
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return self._shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(array.nbytes for array in self._arrays)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that hold committed positions."""
+        return self.nbytes * sum(self.lengths) // max(1, self.batch * self.capacity)
+
+    def reserve(self, capacity: int) -> bool:
+        """Make room for `capacity` positions a row; True if the buffers moved.
+
+        Grows in steps and keeps what is committed. Raises ContextLengthError beyond the limit of the rotary tables.
+        """
+        if capacity <= self.capacity:
+            return False
+        if capacity > self._limit:
+            raise ContextLengthError(
+                f"{capacity} positions are needed, but this model has {self._limit}: shorten the prompt or --max-tokens."
+            )
+        import onnxruntime as ort
+
+        batch, kv_heads, head_dim = self._shape
+        capacity = min(self._limit, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
+        used = max(self.lengths)
+        arrays = [np.zeros((batch, kv_heads, capacity, head_dim), np.float32) for _ in range(self._buffers)]
+        for old, new in zip(self._arrays, arrays, strict=False):
+            new[:, :, :used] = old[:, :, :used]
+        self._arrays = arrays
+        self.values = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays]
+        self.capacity = capacity
+        return True
+
+    def rewind_to(self, length: int, row: int = 0) -> None:
+        """Keep the first `length` positions of `row`: absolute, and never forward."""
+        if not 0 <= length <= self.lengths[row]:
+            raise ValueError(f"cannot rewind row {row} to {length}: it holds {self.lengths[row]} positions")
+        self.lengths[row] = length

@@ -1,0 +1,230 @@
+"""A model that runs: one ONNX session, its KV buffers, and the widths at which it may run.
+
+Target and draft are both a `ModelSession`. A run appends tokens to the cache and returns logits; everything that is
+bound is bound once per width, so a run only rewrites a few small arrays in place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrun.models_cache.errors import BackendError
+from specrun.models_cache.layout import Bundle
+from specrun.models_cache.manifest import GraphSpec
+from specrun.runtime.backend import build_features, create_session, first_line, onnxruntime
+from specrun.runtime.kv_cache import KVCache
+
+PREFILL_CHUNK = 256
+MAX_FRAMES = 48
+
+
+@dataclass(frozen=True, slots=True)
+class WidthRule:
+    """At which widths rows of a run are bit-equal on this machine: `multiple` of positions, rows and logit rows.
+
+    `exact` is False where the probe found no rule; then results are equal only up to rounding. `padded` False is the
+    baseline of `bench`: every run at its natural width, the attention's lone-row kernel included.
+    """
+
+    multiple: int = 1
+    exact: bool = True
+    padded: bool = True
+
+
+class ModelSession:
+    """One graph with its KV cache; `cache.lengths` says how many tokens each row has seen."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        threads: int,
+        device: str = "cpu",
+        width_rule: WidthRule | None = None,
+        batch: int = 1,
+        capacity: int = 0,
+        shared_cpu: bool = False,
+        onnx_session: Any = None,
+    ) -> None:
+        graph = choose_graph(bundle)
+        sizes = bundle.manifest.sizes
+        if graph.max_batch is not None and batch > graph.max_batch:
+            raise BackendError(f"This ONNX Runtime build runs {bundle.manifest.name} one row at a time: update it to 1.32.")
+        self.bundle = bundle
+        self.sizes = sizes
+        self.threads = threads
+        self.ragged = graph.max_batch is None
+        self.width_rule = width_rule or WidthRule()
+        self.onnx_session = onnx_session or create_session(
+            bundle.path / graph.file, threads=threads, device=device, shared_cpu=shared_cpu
+        )
+        self._output_names = [output.name for output in graph.outputs]
+        self._qkv_width = next(int(spec.shape[2]) for spec in graph.inputs if spec.name == "pad_rows")
+        self.cache = KVCache(
+            layers=sizes.layers,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            capacity=max(capacity, 1),
+            limit=bundle.manifest.kv.positions,
+            batch=batch,
+        )
+        self._frames: OrderedDict[tuple[int, int, int], _Frame] = OrderedDict()
+        self._bias = np.zeros(0, np.float32)
+
+    @property
+    def length(self) -> int:
+        """Committed positions of row 0."""
+        return self.cache.lengths[0]
+
+    def rewind_to(self, length: int) -> None:
+        """Keep the first `length` positions of row 0."""
+        self.cache.rewind_to(length)
+
+    def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Append `tokens` to row 0 in chunks; logits f32 [1, vocabulary] after the last."""
+        for start in range(0, len(tokens) - PREFILL_CHUNK, PREFILL_CHUNK):
+            self.run(tokens[start : start + PREFILL_CHUNK], rows=1)
+        rest = len(tokens) - (max(0, len(tokens) - 1) // PREFILL_CHUNK) * PREFILL_CHUNK
+        return self.run(tokens[-rest:], rows=1)
+
+    def run(self, tokens: Sequence[int], *, rows: int) -> NDArray[np.float32]:
+        """Append `tokens` to row 0; logits f32 [rows, vocabulary] of its last `rows` positions.
+
+        The result is a view that the next run at this width overwrites.
+        """
+        return self.run_batch([tokens], rows=rows)[0]
+
+    def run_batch(self, tokens: Sequence[Sequence[int]], *, rows: int) -> NDArray[np.float32]:
+        """Append `tokens[row]` to each row, none for an idle one; logits f32 [batch, rows, vocabulary] of the last `rows`.
+
+        Rows may have different numbers of tokens where the build has `query_seqlens`; a row with n < `rows` tokens
+        has its logits in the last n entries.
+        """
+        frame = self._frame(max(map(len, tokens)), rows)
+        lengths = self.cache.lengths
+        frame.fill(tokens, lengths, rows)
+        try:
+            self.onnx_session.run_with_iobinding(frame.binding)
+        except Exception as error:  # onnxruntime raises classes of its own without a common base
+            raise BackendError(f"ONNX Runtime failed while running {self.bundle.manifest.name}: {first_line(error)}") from error
+        for row, new in enumerate(tokens):
+            lengths[row] += len(new)
+        return frame.logits[:, :rows]
+
+    def _frame(self, longest: int, rows: int) -> _Frame:
+        positions, pad, rows = self._padded(longest, rows)
+        needed = max(self.cache.lengths) + positions + pad
+        if self.cache.reserve(needed):
+            self._frames.clear()
+        key = (positions, pad, rows)
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = self._bind(positions, pad, rows)
+            if len(self._frames) > MAX_FRAMES:
+                self._frames.popitem(last=False)
+        else:
+            self._frames.move_to_end(key)
+        return frame
+
+    def _padded(self, longest: int, rows: int) -> tuple[int, int, int]:
+        """(positions, dummy rows of the attention, logit rows) to run for `longest` new tokens."""
+        rule, batch = self.width_rule, self.cache.batch
+        if not rule.padded:
+            return longest, 0, rows
+        positions = longest
+        while positions * batch % rule.multiple:
+            positions += 1
+        while rows * batch % rule.multiple:
+            rows += 1
+        return positions, int(positions == 1), rows
+
+    def _bind(self, positions: int, pad: int, rows: int) -> _Frame:
+        capacity = self.cache.capacity
+        wanted = (positions + pad) * capacity
+        if self._bias.size < wanted:
+            self._bias = np.zeros(wanted, np.float32)
+        bias = self._bias[:wanted].reshape(1, 1, positions + pad, capacity)
+        frame = _Frame(self.cache.batch, positions, pad, rows, bias, self._qkv_width, self.sizes.vocabulary)
+        frame.bind(self.onnx_session, self.cache.values, self._output_names)
+        return frame
+
+
+class _Frame:
+    """The inputs and outputs of one width, bound once; `fill` rewrites them in place."""
+
+    def __init__(
+        self,
+        batch: int,
+        positions: int,
+        pad: int,
+        rows: int,
+        bias: NDArray[np.float32],
+        qkv_width: int,
+        vocabulary: int,
+    ) -> None:
+        self.positions, self.pad = positions, pad
+        self.input_ids = np.zeros((batch, positions), np.int64)
+        self.query_lengths = np.zeros(batch, np.int32)
+        self.totals = np.zeros(batch, np.int32)
+        self.position_ids = np.zeros((batch, positions + pad), np.int64)
+        self.logit_rows = np.zeros((batch, rows), np.int64)
+        self.logits = np.empty((batch, rows, vocabulary), np.float32)
+        self._steps = np.arange(positions + pad, dtype=np.int64)
+        self._rows = np.arange(rows, dtype=np.int64)
+        self._inputs: dict[str, NDArray[Any]] = {
+            "input_ids": self.input_ids,
+            "query_lengths": self.query_lengths,
+            "pad_rows": np.zeros((batch, pad, qkv_width), np.float32),
+            "total_lengths_minus_one": self.totals,
+            "max_total_length": np.array([bias.shape[-1]], np.int32),
+            "position_ids": self.position_ids,
+            "attention_bias": bias,
+            "logit_rows": self.logit_rows,
+        }
+
+    def bind(self, session: Any, kv_values: list[Any], output_names: list[str]) -> None:
+        """Bind everything; key and value buffers are input and output at once."""
+        ort = onnxruntime()
+        self.binding = session.io_binding()
+        self._values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._inputs.items()}
+        for name, value in self._values.items():
+            self.binding.bind_ortvalue_input(name, value)
+        self._logits_value = ort.OrtValue.ortvalue_from_numpy(self.logits)
+        self.binding.bind_ortvalue_output(output_names[0], self._logits_value)
+        for name, value in zip(output_names[1:], kv_values, strict=True):
+            self.binding.bind_ortvalue_input(name.replace("present", "past"), value)
+            self.binding.bind_ortvalue_output(name, value)
+
+    def fill(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], rows: int) -> None:
+        """Write one run's tokens; padding positions and spare logit rows repeat the last token.
+
+        A row alone counts all its positions. In a ragged batch a row counts its own, and at least two: the attention
+        never sees a lone one.
+        """
+        for row, new in enumerate(tokens):
+            count, past = len(new), lengths[row]
+            counted = self.positions if len(tokens) == 1 else max(count, min(2, self.positions))
+            counted = counted + self.pad if count else 0
+            if count:
+                self.input_ids[row, :count] = new
+                self.input_ids[row, count:] = new[-1]
+            self.query_lengths[row] = counted
+            self.totals[row] = max(past + counted - 1, 0)  # an idle, empty row must still name a position
+            np.add(self._steps, past, out=self.position_ids[row])
+            np.clip(self._rows + (count - rows), 0, max(count - 1, 0), out=self.logit_rows[row])
+
+
+def choose_graph(bundle: Bundle) -> GraphSpec:
+    """The first graph of the bundle, in the order target, target_batch1, whose needs the installed build meets."""
+    features = build_features()
+    graphs = bundle.manifest.graphs
+    for name in ("target", "target_batch1"):
+        if name in graphs and features.issuperset(graphs[name].requires):
+            return graphs[name]
+    raise BackendError(f"No graph of {bundle.manifest.name} runs on this ONNX Runtime: update it to 1.32 or newer.")
