@@ -23,7 +23,7 @@ _SEED_END: Final = 2**64
 
 def _number(name: str, value: object, low: float, high: float, wanted: str) -> float:
     """The finite number `value` as a float in [low, high], or UsageError: '`name` must be `wanted`'."""
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
         number = float(value)
         if math.isfinite(number) and low <= number <= high:
             return number
