@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specrun.models_cache.errors import ManifestError
+from specrun.models_cache.strictjson import StrictJsonError, decode, parse_object
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+MAX_FILE_BYTES = 1 << 42
+MAX_SIZE = (1 << 31) - 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +120,159 @@ class Manifest:
     speculators: dict[str, str] = field(default_factory=dict)  # name -> folder inside the bundle
     files: dict[str, FileInfo] = field(default_factory=dict)  # path inside the bundle -> size and digest
     schema_version: int = SCHEMA_VERSION
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Decode and check the text of a manifest.
+
+        Raises ManifestError: malformed JSON, unknown or missing keys, wrong types, another schema version, names that
+        leave the bundle, sizes out of range, graph files that `files` does not list.
+        """
+        try:
+            value = parse_object(text)
+            version = value.get("schema_version")
+            if version != SCHEMA_VERSION or type(version) is not int:
+                raise ManifestError(_other_version(version))
+            manifest: Manifest = decode(cls, value)
+        except StrictJsonError as error:
+            raise ManifestError(f"{MANIFEST_NAME} is not valid: {error}; export the model again") from None
+        check_manifest(manifest)
+        return manifest
+
+
+def _other_version(version: Any) -> str:
+    if type(version) is int and version > SCHEMA_VERSION:
+        return (
+            f"{MANIFEST_NAME} has schema version {version} and this specrun reads {SCHEMA_VERSION}; "
+            "update specrun, or export the model again with this version"
+        )
+    return (
+        f"{MANIFEST_NAME} has schema version {json.dumps(version)} and this specrun reads {SCHEMA_VERSION}; "
+        "export the model again"
+    )
+
+
+def manifest_to_json(manifest: Manifest) -> str:
+    """Encode a complete manifest, the same text for the same manifest.
+
+    Raises ManifestError where `Manifest.from_json` would refuse the text.
+    """
+    text = json.dumps(dataclasses.asdict(manifest), indent=1, ensure_ascii=False) + "\n"
+    Manifest.from_json(text)
+    return text
+
+
+def read_manifest(folder: Path) -> tuple[Manifest, str]:
+    """Read `folder`'s manifest and the sha256 (hex) of its bytes.
+
+    Raises ManifestError as `load_manifest` does.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_MANIFEST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ManifestError(f"{folder} holds no {MANIFEST_NAME}, so it is no bundle; export the model again") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ManifestError(f"{path} cannot be read ({reason}); check the permissions of the folder") from error
+    try:
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ManifestError(f"{MANIFEST_NAME} is larger than {MAX_MANIFEST_BYTES} bytes; export the model again")
+        manifest = Manifest.from_json(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ManifestError(f"{path} is not UTF-8 text; export the model again") from None
+    except ManifestError as error:
+        raise ManifestError(f"{folder}: {error}") from None
+    return manifest, hashlib.sha256(data).hexdigest()
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of the bundle in `folder`.
+
+    Raises ManifestError when it is absent, malformed, of another schema version, or names files outside the bundle,
+    by its text or through a symbolic link.
+    """
+    manifest, _ = read_manifest(folder)
+    check_links(folder, manifest)
+    return manifest
+
+
+def check_name_inside(name: str, what: str) -> None:
+    """Check that `name` is a relative path with `/` between its parts that stays inside the bundle.
+
+    Raises ManifestError.
+    """
+    odd = any(c in '\\:"<>|?*' or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name)
+    if odd or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ManifestError(
+            f"{what} names {name!r}, and file names in a bundle must be relative and stay inside it; "
+            "take the bundle from a trusted source or export the model again"
+        )
+
+
+def leaves_bundle(folder: Path, name: str) -> bool:
+    """Whether `name` leaves `folder` through a symbolic link."""
+    try:
+        return not (folder / name).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        return True
+
+
+def check_links(folder: Path, manifest: Manifest) -> None:
+    """Check that no file or folder that the manifest names leaves `folder` through a symbolic link.
+
+    Raises ManifestError.
+    """
+    for name in [*manifest.files, *manifest.speculators.values()]:
+        if leaves_bundle(folder, name):
+            raise ManifestError(f"{folder}: {name} is a link that leaves the bundle; copy the file itself there")
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Check a complete manifest: names, sizes, digests, and that every graph file is listed in `files`.
+
+    Raises ManifestError.
+    """
+    if not manifest.name:
+        raise ManifestError(f"{MANIFEST_NAME}: the name is empty; export the model again")
+    for name, info in manifest.files.items():
+        check_name_inside(name, "files")
+        if name == MANIFEST_NAME:
+            raise ManifestError(f"files lists {MANIFEST_NAME} itself; export the model again")
+        _check_range(f"size of {name}", info.size, 1, MAX_FILE_BYTES)
+        _check_digest(name, info.sha256)
+    for label, folder in manifest.speculators.items():
+        check_name_inside(folder, f"speculator {label!r}")
+    for label, graph in manifest.graphs.items():
+        for name in (graph.file, *graph.data):
+            check_name_inside(name, f"graph {label!r}")
+            if name not in manifest.files:
+                raise ManifestError(f"graph {label!r} uses {name}, which files does not list; export the model again")
+        if graph.max_batch is not None:
+            _check_range(f"max_batch of graph {label!r}", graph.max_batch, 1, MAX_SIZE)
+    _check_numbers(manifest)
+    for name, digest in manifest.source.files.items():
+        _check_digest(f"source file {name}", digest)
+
+
+def _check_numbers(manifest: Manifest) -> None:
+    for entry in dataclasses.fields(Sizes):
+        _check_range(f"sizes.{entry.name}", getattr(manifest.sizes, entry.name), 1, MAX_SIZE)
+    _check_range("kv.positions", manifest.kv.positions, 1, MAX_SIZE)
+    ids = manifest.special_ids
+    for number in (ids.bos, ids.pad, *ids.eos):
+        if number is not None:
+            _check_range("special_ids", number, 0, manifest.sizes.vocabulary - 1)
+    for width in manifest.widths_validated:
+        _check_range("widths_validated", width, 1, MAX_SIZE)
+
+
+def _check_range(what: str, number: int, low: int, high: int) -> None:
+    if not low <= number <= high:
+        raise ManifestError(f"{what} is {number} and must lie between {low} and {high}; export the model again")
+
+
+def _check_digest(what: str, digest: str) -> None:
+    if _SHA256.fullmatch(digest) is None:
+        raise ManifestError(f"the sha256 of {what} is not 64 lower-case hex digits; export the model again")
