@@ -207,8 +207,9 @@ def sampled_children(
             return NodeStep(place, token)
         rest = np.maximum(left - draft, 0.0)
         total = rest.sum()
-        if total > 0.0:
-            left = rest / total
+        if total <= 0.0:  # only rounding comes here: where R = D the child is accepted
+            break
+        left = rest / total
     return NodeStep(None, sample(Distribution.from_dense(left), stream.uniform()))
 
 

@@ -1,0 +1,272 @@
+"""Suffix lookup: where did the last tokens stand before, and what followed them?
+
+Used for prompt-lookup and n-gram proposals (Saxena 2023; Yang et al. 2023), and over earlier requests (the idea of
+SuffixDecoding, Oliaro et al. 2024). Every n-gram of length 1 .. max_n that has a follower is in one dict, keyed by the
+n-gram packed into one integer, with the place of its newest follower; what an entry held before stands in an undo log,
+so that `rewind_to` restores the exact state.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+import tempfile
+import zipfile
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.models_cache.errors import CacheError, IntegrityError, UsageError
+
+__all__ = ["Match", "NgramTable"]
+
+_FORMAT: Final = 1
+_TOKEN_BITS: Final = 32
+_TOKEN_END: Final = 2**_TOKEN_BITS - 1  # token + 1 must fit into the bits
+_NONE: Final = -1
+_FILE_END: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A proposal of the table.
+
+    length  tokens of the suffix that matched (1 .. max_n): the longer, the likelier is the continuation
+    tokens  what followed it, at least one token
+    """
+
+    length: int
+    tokens: tuple[int, ...]
+
+
+def _keys(text: Sequence[int], end: int, max_n: int) -> list[int]:
+    """The packed suffixes of text[:end], lengths 1 .. min(end, max_n). No two n-grams of any length share a key."""
+    keys = []
+    key = shift = 0
+    for token in reversed(text[max(0, end - max_n) : end]):
+        key |= (token + 1) << shift
+        shift += _TOKEN_BITS
+        keys.append(key)
+    return keys
+
+
+def _checked(token: int) -> int:
+    token = int(token)
+    if not 0 <= token < _TOKEN_END:
+        raise UsageError(f"{token} is not a token id: ids are 0 or more and below 2**32 - 1.")
+    return token
+
+
+def _member(archive: zipfile.ZipFile, name: str, dtype: type[np.generic], dimensions: int) -> npt.NDArray[Any]:
+    """One array of the archive; every size is checked against the bytes there before anything is made of it."""
+    info = archive.getinfo(name)
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{name} is compressed")
+    data = archive.read(info)  # checks the CRC
+    stream = io.BytesIO(data)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError(f"{name} has another version")
+    shape, _, found = np.lib.format.read_array_header_1_0(stream)
+    if found != np.dtype(dtype) or len(shape) != dimensions:
+        raise ValueError(f"{name} holds {found} {shape}")
+    values = np.frombuffer(data, found, offset=stream.tell())
+    if values.size != math.prod(shape):
+        raise ValueError(f"{name} has {values.size} values, not {math.prod(shape)}")
+    return values
+
+
+def _read(file: BinaryIO, vocabulary: int) -> list[list[int]]:
+    """The texts of a file that `NgramTable.save` wrote; ValueError and the errors of zipfile if it is anything else."""
+    data = file.read(_FILE_END)
+    if len(data) == _FILE_END:
+        raise ValueError("too large")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        version = _member(archive, "format.npy", np.int64, 0)
+        tokens = _member(archive, "tokens.npy", np.uint32, 1)
+        lengths = _member(archive, "lengths.npy", np.int64, 1)
+    if int(version[0]) != _FORMAT:
+        raise ValueError(f"format {int(version[0])}, not {_FORMAT}")
+    ends = list(itertools.accumulate(lengths.tolist()))
+    if (lengths.size and int(lengths.min()) < 1) or (ends[-1] if ends else 0) != tokens.size:
+        raise ValueError("the lengths do not add up")
+    if tokens.size and int(tokens.max()) >= vocabulary:
+        raise ValueError(f"token {int(tokens.max())} is outside a vocabulary of {vocabulary}")
+    ids = tokens.tolist()
+    return [ids[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+
+
+class NgramTable:
+    """The n-grams of the current text and, after them, of earlier texts.
+
+    Which match wins: the longest suffix; among equally long ones the current text before earlier texts; among these the
+    most recent occurrence. If nothing matches nothing is proposed. A proposal never holds an end-of-sequence id: it is
+    cut before one, and an occurrence followed by one is no match. Where a continuation runs into the end of the
+    current text (a repeat of a period) it goes on copying from itself.
+
+    max_n           longest suffix looked up
+    eos_ids         ids that are never proposed
+    earlier_tokens  room for earlier texts, in tokens; the oldest text is dropped first (about 0.6 kB a token)
+
+    >>> table = NgramTable(); table.extend([5, 6, 7, 5, 6]); table.lookup(3)
+    Match(length=2, tokens=(7, 5, 6))
+    """
+
+    def __init__(self, max_n: int = 5, *, eos_ids: Collection[int] = (), earlier_tokens: int = 16_384) -> None:
+        if max_n < 1 or earlier_tokens < 0:
+            raise UsageError(f"max_n must be 1 or more and earlier_tokens 0 or more, not {max_n} and {earlier_tokens}.")
+        self.max_n = max_n
+        self.eos_ids = frozenset(int(token) for token in eos_ids)
+        self.earlier_tokens = earlier_tokens
+        self._text: list[int] = []
+        self._followers: dict[int, int] = {}  # n-gram -> place in the text of its newest follower
+        self._undo = array("q")  # what each entry held before, in the order of writing
+        self._earlier: list[list[int]] = []  # oldest first
+        self._bases: list[int] = []  # where each stands in a numbering of all texts ever added
+        self._next_base = 0
+        self._earlier_followers: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Tokens of the current text."""
+        return len(self._text)
+
+    @property
+    def earlier_size(self) -> int:
+        """Tokens of the earlier texts held."""
+        return sum(map(len, self._earlier))
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append committed tokens to the current text; UsageError for ids that are negative or above 32 bits."""
+        text, followers, undo, eos_ids = self._text, self._followers, self._undo, self.eos_ids
+        for token in tokens:
+            token = _checked(token)
+            if token not in eos_ids:
+                place = len(text)
+                for key in _keys(text, place, self.max_n):
+                    undo.append(followers.get(key, _NONE))
+                    followers[key] = place
+            text.append(token)
+
+    def rewind_to(self, length: int) -> None:
+        """Keep the first `length` tokens of the current text, exactly as if no more had come; ValueError if fewer."""
+        text, followers, undo = self._text, self._followers, self._undo
+        if not 0 <= length <= len(text):
+            raise ValueError(f"cannot rewind to {length}: the text has {len(text)} tokens")
+        if length == 0:
+            text.clear()
+            followers.clear()
+            del undo[:]
+        while len(text) > length:
+            if text.pop() not in self.eos_ids:
+                for key in reversed(_keys(text, len(text), self.max_n)):
+                    before = undo.pop()
+                    if before == _NONE:
+                        del followers[key]
+                    else:
+                        followers[key] = before
+
+    def add_text(self, tokens: Iterable[int]) -> None:
+        """Add the tokens of an earlier request; of more than `earlier_tokens` the last ones are kept."""
+        text = [_checked(token) for token in tokens]
+        text = text[max(0, len(text) - self.earlier_tokens) :]
+        if not text:
+            return
+        room = self.earlier_tokens - len(text)
+        while self.earlier_size > room:
+            self._drop_oldest()
+        base = self._next_base
+        self._earlier.append(text)
+        self._bases.append(base)
+        self._next_base += len(text)
+        for place, token in enumerate(text):
+            if token not in self.eos_ids:
+                for key in _keys(text, place, self.max_n):
+                    self._earlier_followers[key] = base + place
+
+    def _drop_oldest(self) -> None:
+        text, base = self._earlier.pop(0), self._bases.pop(0)
+        for place in range(len(text)):
+            for key in _keys(text, place, self.max_n):
+                if self._earlier_followers.get(key) == base + place:  # no newer text has it
+                    del self._earlier_followers[key]
+
+    def lookup(self, max_tokens: int) -> Match | None:
+        """What may follow the current text: up to `max_tokens` tokens, or None where no suffix stood before."""
+        if max_tokens < 1:
+            return None
+        text = self._text
+        keys = _keys(text, len(text), self.max_n)
+        for length in range(len(keys), 0, -1):
+            key = keys[length - 1]
+            place = self._followers.get(key)
+            if place is not None:
+                tokens = text[place : place + max_tokens]
+                period = len(tokens)
+                while len(tokens) < max_tokens:  # it ran into the end of the text: copy on from the copy
+                    tokens.append(tokens[-period])
+                return Match(length, self._before_eos(tokens))
+            place = self._earlier_followers.get(key)
+            if place is not None:
+                index = bisect_right(self._bases, place) - 1
+                start = place - self._bases[index]
+                return Match(length, self._before_eos(self._earlier[index][start : start + max_tokens]))
+        return None
+
+    def _before_eos(self, tokens: list[int]) -> tuple[int, ...]:
+        for index, token in enumerate(tokens):
+            if token in self.eos_ids:
+                return tuple(tokens[:index])
+        return tuple(tokens)
+
+    def save(self, path: Path | str) -> None:
+        """Write the earlier texts to a .npz file, whole or not at all; CacheError if the folder refuses."""
+        path = Path(path)
+        tokens = np.array([token for text in self._earlier for token in text], np.uint32)
+        lengths = np.array([len(text) for text in self._earlier], np.int64)
+        temporary = None
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
+                temporary = file.name
+                np.savez(file, format=np.array(_FORMAT, np.int64), tokens=tokens, lengths=lengths)
+            os.replace(temporary, path)
+        except OSError as error:
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+            raise CacheError(f"Cannot write {path}: {error.strerror}; choose another folder.") from error
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        tokens: int,
+        max_n: int = 5,
+        eos_ids: Collection[int] = (),
+        earlier_tokens: int = 16_384,
+    ) -> NgramTable:
+        """A table that holds the earlier texts of a file which `save` wrote.
+
+        tokens  size of the vocabulary: ids from there on belong to another model
+
+        Errors: IntegrityError if the file is cut, changed, larger than what `save` writes, or of another model;
+        CacheError if it cannot be read.
+        """
+        path = Path(path)
+        table = cls(max_n, eos_ids=eos_ids, earlier_tokens=earlier_tokens)
+        try:
+            with open(path, "rb") as file:
+                texts = _read(file, tokens)
+        except OSError as error:
+            raise CacheError(f"Cannot read {path}: {error.strerror}.") from error
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
+            raise IntegrityError(f"{path} is not a table of earlier texts ({error}): delete it.") from error
+        for text in texts:
+            table.add_text(text)
+        return table
