@@ -1,0 +1,70 @@
+"""A draft model: a small model with the target's tokenizer guesses token by token (Leviathan et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specrun.runtime.chooser import Chooser
+from specrun.runtime.draft_length import DraftLengthPlanner
+from specrun.runtime.proposal import EMPTY, Proposal
+from specrun.runtime.sampling import Distribution
+from specrun.runtime.session import ModelSession
+
+PRIORS = {0: (0.6, 0.6, 0.6, 0.6)}
+
+
+class DraftProposer:
+    """Runs `session`, the draft, from the tokens it has not seen yet. `chooser` gives its tokens the request's sampling."""
+
+    name = "draft"
+
+    def __init__(self, session: ModelSession, chooser: Chooser, planner: DraftLengthPlanner, known: Sequence[int]) -> None:
+        self._session = session
+        self._chooser = chooser
+        self._planner = planner
+        self._known = known
+
+    def start(self, prompt_tokens: Sequence[int]) -> None:
+        """Keep what the draft's cache shares with this prompt."""
+        shared = 0
+        for ours, theirs in zip(self._known[: self._session.length], prompt_tokens, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        self._session.rewind_to(shared)
+
+    def propose(self, committed: Sequence[int], limit: int) -> Proposal:
+        """At most `limit` draft tokens, drawn under the request's own sampling options."""
+        session = self._session
+        # The last token must be run even if nothing new was committed since.
+        room = session.sizes.context - len(committed)
+        count = self._planner.choose(0, min(limit, room))
+        if count <= 0:
+            return EMPTY
+        tokens: list[int] = []
+        distributions: list[Distribution] = []
+        logits = session.prefill(committed[session.length :])
+        while True:
+            token, q = self._chooser.draft(logits[0], tokens, len(committed))
+            tokens.append(token)
+            if q is not None:
+                distributions.append(q)
+            if len(tokens) == count:
+                break
+            logits = session.run([token], rows=1)
+        if distributions:
+            return Proposal(tuple(tokens), "sampled", tuple(distributions))
+        return Proposal(tuple(tokens), "deterministic")
+
+    def observe(self, *, evaluated: int, accepted: int) -> None:
+        """Learn how the last proposal fared."""
+        if evaluated:
+            self._planner.observe(0, evaluated=evaluated, accepted=accepted)
+
+    def rewind_to(self, length: int) -> None:
+        """Keep the first `length` committed tokens; the draft has not run its own last token."""
+        if length < self._session.length:
+            self._session.rewind_to(length)
+
+    def close(self) -> None:
+        """The session belongs to the engine."""
