@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -15,7 +14,7 @@ from specrun.export.graph import SPARE_POSITIONS, build_target, store_weights
 from specrun.export.quantize import check_precision
 from specrun.export.tokenizer import TokenizerFiles, tokenizer_files
 from specrun.export.weight_file import WeightFile
-from specrun.export.weights import Weights, open_weights
+from specrun.export.weights import open_weights
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import GraphSpec, KVSpec, Manifest, Sizes, SourceInfo, TensorSpec
@@ -103,7 +102,7 @@ def write_bundle(
         sizes=_sizes(config, tokenizer),
         special_ids=tokenizer.special_ids,
         graphs=graphs,
-        precision=_precision(weights, precision),
+        precision={"requested": precision, **stored.type_names()},
         kv=KVSpec("float32", config.context + SPARE_POSITIONS),
         source=SourceInfo(fetched.name, fetched.kind, fetched.files, fetched.licence or config.licence),
         fidelity=fidelity,
@@ -124,24 +123,6 @@ def _fidelity_ids(tokenizer: TokenizerFiles) -> list[int]:
 
     ids: list[int] = Tokenizer.from_str(tokenizer.tokenizer_json).encode(TEXT, add_special_tokens=False).ids
     return ids
-
-
-def _precision(weights: Weights, precision: str) -> dict[str, str]:
-    """What each part is stored as; for `source` the block types that the file uses."""
-    parts = {
-        "embedding": ["model.embed_tokens.weight"],
-        "attention": [f"self_attn.{part}_proj.weight" for part in "qkvo"],
-        "mlp": [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")],
-        "head": ["model.embed_tokens.weight" if weights.config.tied_head else "lm_head.weight"],
-    }
-    result = {"requested": precision}
-    for part, endings in parts.items():
-        if precision == "source":
-            types = {weights.type_name(name) for name in weights.names() if name.endswith(tuple(endings))}
-            result[part] = "+".join(sorted(types))
-        else:
-            result[part] = "int8" if precision == "int4" and part in ("embedding", "head") else precision
-    return result
 
 
 def _sizes(config: ModelConfig, tokenizer: TokenizerFiles) -> Sizes:
@@ -167,9 +148,3 @@ def _specs(values: list[ir.Value]) -> tuple[TensorSpec, ...]:
         shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
         specs.append(TensorSpec(value.name, str(value.dtype.numpy()), shape))
     return tuple(specs)
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

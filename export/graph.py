@@ -31,9 +31,9 @@ SPARE_POSITIONS = 320
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A `Matrix` in the data file. `kind` is "float", or "blocks" with its bits and block size."""
+    """A `Matrix` in the data file. `bits` 32 is float; otherwise blocks of `block` columns."""
 
-    kind: str
+    type_name: str
     rows: int
     columns: int
     bits: int
@@ -73,6 +73,17 @@ class StoredWeights:
     head: StoredLinear
     cos: Stored
     sin: Stored
+
+    def type_names(self) -> dict[str, str]:
+        """What each part is stored as ("int8", "Q4_K+Q6_K")."""
+        linears = {
+            "attention": [linear for layer in self.layers for linear in (layer.qkv, layer.output)],
+            "mlp": [linear for layer in self.layers for linear in (layer.gate_up, layer.down)],
+            "head": [self.head],
+        }
+        names = {part: {m.type_name for linear in group for m in linear.matrices} for part, group in linears.items()}
+        names["embedding"] = {self.embedding.type_name}
+        return {part: "+".join(sorted({kind for name in found for kind in name.split("+")})) for part, found in names.items()}
 
 
 def store_weights(
@@ -130,7 +141,7 @@ def _store_ends(
         (embedding,) = fused_matrices(weights, [name], precision, None)
     else:
         end_precision = "int8" if precision == "int4" else precision
-        embedding = quantize_matrix(weights.tensor(name), end_precision, _gather_block(block))
+        embedding = quantize_matrix(weights.tensor(name), end_precision, block)
     stored = _store_matrix(file, name, embedding)
     if weights.config.tied_head:
         return stored, StoredLinear((stored,), None)
@@ -139,11 +150,6 @@ def _store_ends(
     else:
         head = quantize_matrix(weights.tensor(head_name), end_precision, block)
     return stored, StoredLinear((_store_matrix(file, head_name, head),), None)
-
-
-def _gather_block(block: int | None) -> int | None:
-    """GatherBlockQuantized takes blocks of 16 to 256 that are powers of two, as MatMulNBits does."""
-    return block
 
 
 def _store_matrix(file: WeightFile, name: str, matrix: Matrix) -> StoredMatrix:
@@ -156,9 +162,9 @@ def _store_matrix(file: WeightFile, name: str, matrix: Matrix) -> StoredMatrix:
             tensors["zero_points"] = file.add(f"{name}.zero_points", matrix.zero_points)
         if matrix.offsets is not None:
             tensors["offsets"] = file.add(f"{name}.offsets", np.ascontiguousarray(matrix.offsets.T))
-        return StoredMatrix("blocks", matrix.rows, matrix.columns, matrix.bits, matrix.block, tensors)
+        return StoredMatrix(matrix.type_name, matrix.rows, matrix.columns, matrix.bits, matrix.block, tensors)
     rows, columns = matrix.weight.shape
-    return StoredMatrix("float", rows, columns, 32, 0, {"weight": file.add(f"{name}.weight", matrix.weight)})
+    return StoredMatrix(matrix.type_name, rows, columns, 32, 0, {"weight": file.add(f"{name}.weight", matrix.weight)})
 
 
 class GraphBuilder:
@@ -227,7 +233,7 @@ class GraphBuilder:
 
     def _matmul(self, x: ir.Value, matrix: StoredMatrix) -> ir.Value:
         tensors = matrix.tensors
-        if matrix.kind == "float":
+        if matrix.bits == 32:
             # The weight stays [N, K] so that a tied embedding is stored once; the kernel prepacks it at load.
             return self.op("FusedMatMul", [x, self.weight(tensors["weight"])], MICROSOFT, transB=1)
         inputs: list[ir.Value | None] = [x, self.weight(tensors["packed"]), self.weight(tensors["scales"])]
@@ -252,7 +258,7 @@ class GraphBuilder:
     def embed(self, ids: ir.Value, matrix: StoredMatrix) -> ir.Value:
         """ids [batch, positions] -> [batch, positions, hidden], from the same bytes that a tied head multiplies."""
         tensors = matrix.tensors
-        if matrix.kind == "float":
+        if matrix.bits == 32:
             return self.op("Gather", [self.weight(tensors["weight"]), ids], axis=0)
         packed = tensors["packed"]
         flat = self._file.view(f"{packed.name}.flat", packed, (matrix.rows, matrix.columns * matrix.bits // 8))

@@ -27,6 +27,7 @@ class FloatMatrix:
     """weight: f32 [N, K]."""
 
     weight: NDArray[np.float32]
+    type_name: str = "fp32"
 
     @property
     def rows(self) -> int:
@@ -37,11 +38,13 @@ class FloatMatrix:
 class BlockMatrix:
     """w[n, k] = scales[n, k // block] * (code - zero) + offsets[n, k // block], zero = 2**(bits - 1) unless given.
 
+    type_name: "int8", "int4", or the GGUF types that it holds exactly ("Q4_1", "Q4_K+Q4_1");
     packed: u8 [N, K // block, block * bits // 8], the first of two 4-bit codes in the low half of a byte;
     scales: f32 [N, K // block]; zero_points: u8 [N, ceil(K // block * bits / 8)] or None; offsets: f32
     [N, K // block] or None.
     """
 
+    type_name: str
     bits: int
     block: int
     packed: NDArray[np.uint8]
@@ -112,7 +115,7 @@ def quantize_8bit(weight: NDArray[np.float32], block: int) -> BlockMatrix:
     scales = np.zeros(rows * blocks, np.float32)
     zero_points = np.zeros(rows * blocks, np.uint8)
     quantize_matmul_8bits(packed, np.ascontiguousarray(weight.T), scales, zero_points, block, rows, columns, True)
-    return BlockMatrix(8, block, packed, scales.reshape(rows, blocks))
+    return BlockMatrix("int8", 8, block, packed, scales.reshape(rows, blocks))
 
 
 def quantize_4bit(weight: NDArray[np.float32], block: int) -> BlockMatrix:
@@ -137,7 +140,7 @@ def quantize_4bit(weight: NDArray[np.float32], block: int) -> BlockMatrix:
     zeros = np.concatenate([piece[2] for piece in pieces])
     if blocks % 2:
         zeros = np.pad(zeros, ((0, 0), (0, 1)), constant_values=8)
-    return BlockMatrix(4, block, pack_codes(codes, 4, block), scales, zero_points=pack_nibbles(zeros))
+    return BlockMatrix("int4", 4, block, pack_codes(codes, 4, block), scales, zero_points=pack_nibbles(zeros))
 
 
 def fuse_blocks(parts: list[Blocks]) -> BlockMatrix:
@@ -145,6 +148,7 @@ def fuse_blocks(parts: list[Blocks]) -> BlockMatrix:
     first = parts[0]
     offsets = None if first.offsets is None else np.concatenate([part.offsets for part in parts if part.offsets is not None])
     return BlockMatrix(
+        "+".join(sorted({part.type_name for part in parts})),
         first.bits,
         first.block,
         np.concatenate([pack_codes(part.codes, part.bits, part.block) for part in parts]),

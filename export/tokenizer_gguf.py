@@ -69,8 +69,8 @@ def gguf_tokenizer(reader: MetadataReader) -> tuple[str, str | None, SpecialIds,
     else:
         charsmap = metadata.get("precompiled_charsmap", ()) if model == "t5" else ()
         options = SentencePieceOptions(
-            space_prefix=metadata.get("add_space_prefix", True),
-            collapse_spaces=model == "t5" and metadata.get("remove_extra_whitespaces", False),
+            space_prefix=bool(metadata.get("add_space_prefix", model == "llama")),
+            collapse_spaces=model == "t5" and bool(metadata.get("remove_extra_whitespaces", False)),
             charsmap=bytes(int(value) & 0xFF for value in charsmap),
         )
         document = (sentencepiece_bpe_json if model == "llama" else unigram_json)(vocabulary, options)

@@ -44,7 +44,7 @@ class Weights(Protocol):
 
 
 def open_weights(path: Path) -> Weights:
-    """Open a GGUF file or a Hugging Face folder with safetensors; only headers are read here.
+    """Open a GGUF file (or a folder that holds one) or a Hugging Face folder with safetensors; only headers are read.
 
     Raises ModelNotFoundError when there is nothing there, IntegrityError for truncated or missing files,
     UnsupportedModelError for a model, or a tensor, that specrun does not know.
@@ -53,6 +53,9 @@ def open_weights(path: Path) -> Weights:
     from specrun.export.weights_safetensors import SafetensorsWeights
 
     if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1 and not (path / "config.json").exists():
+            return GGUFWeights(files[0])
         return SafetensorsWeights(path)
     if path.is_file():
         if path.suffix == ".safetensors":
