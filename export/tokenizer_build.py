@@ -178,7 +178,7 @@ def _sentencepiece_normalizer(options: SentencePieceOptions) -> dict[str, Any]:
         charsmap = base64.b64encode(options.charsmap).decode("ascii")
         steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
     if options.collapse_spaces:
-        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     if options.space_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
