@@ -113,7 +113,7 @@ class NgramTable:
 
     max_n           longest suffix looked up
     eos_ids         ids that are never proposed
-    earlier_tokens  room for earlier texts, in tokens; the oldest text is dropped first (about 0.6 kB a token)
+    earlier_tokens  room for earlier texts, in tokens; the oldest text is dropped first (about 0.4 kB a token)
 
     >>> table = NgramTable(); table.extend([5, 6, 7, 5, 6]); table.lookup(3)
     Match(length=2, tokens=(7, 5, 6))
