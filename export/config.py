@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from specrun.export.families import Family, family_for
 from specrun.models_cache.errors import IntegrityError, UnsupportedModelError
+from specrun.models_cache.strictjson import StrictJsonError, parse_object
 
 RopeKind = Literal["default", "linear", "llama3"]
 
@@ -85,7 +85,7 @@ _LIMITS = {
     "head_dim": 4096,
     "intermediate": 2**20,
     "vocabulary": 2**22,
-    "context": 2**26,
+    "context": 2**22,
 }
 
 
@@ -188,7 +188,7 @@ def config_from_gguf(reader: GGUFHeader) -> ModelConfig:
         vocabulary=embedding[0] or keys.integer("vocab_size"),
         context=context,
         norm_epsilon=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope_from_gguf(keys, family),
+        rope=_rope_from_gguf(keys),
         tied_head="output.weight" not in reader.shapes,
         attention_bias=family.qkv_bias or "blk.0.attn_q.bias" in reader.shapes,
         output_bias="blk.0.attn_output.bias" in reader.shapes,
@@ -248,10 +248,10 @@ class _Keys:
     def _wrong(self, key: str, wanted: str, value: object) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self._prefix}{key} in {self._source} must be {wanted}, and is {value!r}.")
 
-    def integer(self, key: str, default: int | None = None, limit: int = 2**31) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 0, limit: int = 2**31) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
-            raise self._wrong(key, f"a whole number up to {limit}", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
+            raise self._wrong(key, f"a whole number from {least} to {limit}", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -266,7 +266,7 @@ class _Keys:
             raise self._wrong(key, "true or false", value)
         return value
 
-    def texts_or_none(self, key: str, length: int, allowed: tuple[object, ...]) -> list[Any] | None:
+    def items(self, key: str, length: int, allowed: tuple[object, ...]) -> list[Any] | None:
         value = self.raw.get(key)
         if value is None:
             return None
@@ -293,10 +293,7 @@ def _rope_from_json(keys: _Keys, family: Family, context: int) -> RopeConfig:
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
         raise UnsupportedModelError("Rotary parameters that differ between layer types are not supported.")
     rope = _Keys(raw, "the rope parameters of config.json")
-    theta = keys.number("rope_theta", family.default_theta)
-    if "rope_parameters" in keys.raw and isinstance(keys.raw["rope_parameters"], dict):
-        theta = _Keys(keys.raw["rope_parameters"], "rope_parameters").number("rope_theta", theta)
-    theta = rope.number("rope_theta", theta)
+    theta = rope.number("rope_theta", keys.number("rope_theta", family.default_theta))
     for source in (keys, rope):
         if (partial := source.number("partial_rotary_factor", 1.0)) != 1.0:
             raise UnsupportedModelError(f"A partial_rotary_factor of {partial} is not supported; it must be 1.")
@@ -312,7 +309,7 @@ def _rope_from_json(keys: _Keys, family: Family, context: int) -> RopeConfig:
             rope.number("factor"),
             rope.number("low_freq_factor"),
             rope.number("high_freq_factor"),
-            rope.integer("original_max_position_embeddings", context),
+            keys.integer("original_max_position_embeddings", rope.integer("original_max_position_embeddings", context)),
         )
         if scaled.low_frequency_factor >= scaled.high_frequency_factor or not scaled.original_context:
             raise UnsupportedModelError("The llama3 rope parameters need low_freq_factor < high_freq_factor.")
@@ -320,9 +317,9 @@ def _rope_from_json(keys: _Keys, family: Family, context: int) -> RopeConfig:
     raise UnsupportedModelError(f"The rope type {kind!r} is not supported; specrun knows default, linear and llama3.")
 
 
-def _rope_from_gguf(keys: _Keys, family: Family) -> RopeConfig:
+def _rope_from_gguf(keys: _Keys) -> RopeConfig:
     # A GGUF file carries llama3 scaling as the tensor rope_freqs.weight, which `rotary_tables` applies.
-    theta = keys.number("rope.freq_base", family.default_theta if family.name == "smollm3" else 10_000.0)
+    theta = keys.number("rope.freq_base", 10_000.0)
     kind = keys.raw.get("rope.scaling.type", "none")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind not in ("none", "linear"):
@@ -333,47 +330,50 @@ def _rope_from_gguf(keys: _Keys, family: Family) -> RopeConfig:
 
 
 def _layers_from_json(keys: _Keys, family: Family, layers: int, context: int) -> tuple[LayerConfig, ...]:
-    rotary = [_rotates(index, family.no_rope_interval) for index in range(layers)]
+    rotary = [True] * layers
     if family.no_rope_interval is not None:
-        interval = keys.integer("no_rope_layer_interval", family.no_rope_interval) or None
-        listed = keys.texts_or_none("no_rope_layers", layers, (0, 1))
-        rotary = [bool(item) for item in listed] if listed else [_rotates(index, interval) for index in range(layers)]
-    window: int | None = None
-    if family.window_rule == "all" or (family.window_rule != "none" and keys.flag("use_sliding_window", False)):
-        raw = keys.raw.get("sliding_window", family.default_window)
-        window = None if raw is None else keys.integer("sliding_window", family.default_window)
-    if window == 0:
-        raise UnsupportedModelError("sliding_window is 0 in config.json; it must be positive, or null for none.")
-    windowed = [False] * layers
-    if window is not None and family.window_rule == "all":
-        windowed = [True] * layers
-    elif window is not None and family.window_rule == "upper_layers":
-        first = keys.integer("max_window_layers", 28)
-        windowed = [index >= first for index in range(layers)]
-    elif window is not None:
-        windowed = [not rotates for rotates in rotary]
-    types = keys.texts_or_none("layer_types", layers, ("full_attention", "sliding_attention"))
-    if types is not None:
-        typed = [item == "sliding_attention" for item in types]
-        if typed != windowed and (family.window_rule in ("none", "all") or window is None):
-            raise UnsupportedModelError(f"layer_types in config.json contradicts the sliding window of {family.name}.")
-        windowed = typed
+        interval = keys.integer("no_rope_layer_interval", family.no_rope_interval, least=1)
+        listed = keys.items("no_rope_layers", layers, (0, 1))  # 1: the layer rotates
+        rotary = [bool(item) for item in listed or (_rotates(index, interval) for index in range(layers))]
+    window = _window_from_json(keys, family)
+    slides = _sliding_layers(keys, family, window, rotary)
     window = _window_within(window, context)
-    return tuple(
-        LayerConfig(window if slides else None, rotates) for slides, rotates in zip(windowed, rotary, strict=True)
-    )
+    return tuple(LayerConfig(window if slide else None, rotates) for slide, rotates in zip(slides, rotary, strict=True))
+
+
+def _window_from_json(keys: _Keys, family: Family) -> int | None:
+    rule = family.window_rule
+    if rule == "none" or (rule != "all" and not keys.flag("use_sliding_window", False)):
+        return None
+    if keys.raw.get("sliding_window", family.default_window) is None:  # null: none; absent: the family's default
+        return None
+    return keys.integer("sliding_window", least=1) if "sliding_window" in keys.raw else family.default_window
+
+
+def _sliding_layers(keys: _Keys, family: Family, window: int | None, rotary: list[bool]) -> list[bool]:
+    """Which layers the window applies to: what `layer_types` lists, else what the family does."""
+    slides = [window is not None] * len(rotary)
+    if window is not None and family.window_rule == "upper_layers":
+        first = keys.integer("max_window_layers", 28)
+        slides = [index >= first for index in range(len(rotary))]
+    elif window is not None and family.window_rule == "no_rope_layers":
+        slides = [not rotates for rotates in rotary]
+    types = keys.items("layer_types", len(rotary), ("full_attention", "sliding_attention"))
+    if types is None:
+        return slides
+    listed = [item == "sliding_attention" for item in types]
+    if listed != slides and (window is None or family.window_rule == "all"):
+        raise UnsupportedModelError(f"layer_types in config.json contradicts the sliding window of {family.name}.")
+    return listed
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise IntegrityError(f"{path.parent} has no {path.name}; it is not a complete model folder.") from None
-    except (OSError, ValueError) as error:
-        raise IntegrityError(f"{path} cannot be read as JSON ({error}); fetch it again.") from error
-    if not isinstance(raw, dict):
-        raise IntegrityError(f"{path} does not hold a JSON object; fetch it again.")
-    return raw
+    except (UnicodeDecodeError, StrictJsonError) as error:
+        raise IntegrityError(f"{path} is not valid ({error}); fetch it again.") from None
 
 
 def _model_name(raw: Mapping[str, Any], folder: Path) -> str:

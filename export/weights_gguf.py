@@ -19,9 +19,10 @@ from specrun.export.config import ModelConfig, config_from_gguf
 from specrun.export.families import check_tensors
 from specrun.export.gguf_blocks import BLOCK_TYPES, Blocks, decode_blocks
 from specrun.export.rotary import ROPE_FACTORS
+from specrun.export.weights import FLOAT_SIZES, map_bytes, to_float32
 from specrun.models_cache.errors import IntegrityError, UnsupportedModelError
+from specrun.models_cache.integrity import check_gguf
 
-_FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
@@ -88,8 +89,8 @@ class GGUFWeights:
         self.config: ModelConfig = config_from_gguf(self.header)
         self._tensors: dict[str, GGUFTensor] = {}
         for name, tensor in self.header.tensors.items():
-            if tensor.type_name not in _FLOATS and tensor.type_name not in BLOCK_TYPES:
-                known = ", ".join([*_FLOATS, *BLOCK_TYPES])
+            if tensor.type_name not in FLOAT_SIZES and tensor.type_name not in BLOCK_TYPES:
+                known = ", ".join([*FLOAT_SIZES, *BLOCK_TYPES])
                 raise UnsupportedModelError(f"{name} is stored as {tensor.type_name}; specrun reads {known}.")
             canonical = canonical_name(name)
             if canonical in self._tensors:
@@ -109,17 +110,15 @@ class GGUFWeights:
         """One tensor as float32, dequantised. Raises KeyError for an unknown name."""
         tensor = self._tensors[name]
         raw = self._rows(name)
-        if tensor.type_name == "BF16":  # the upper half of a float32
-            return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(tensor.shape)
-        if tensor.type_name in _FLOATS:
-            return raw.view(_FLOATS[tensor.type_name]).astype(np.float32).reshape(tensor.shape)
+        if tensor.type_name in FLOAT_SIZES:
+            return to_float32(raw.ravel(), tensor.type_name, tensor.shape)
         values: NDArray[np.float32] = dequantize(raw, GGMLQuantizationType[tensor.type_name])
         return values.reshape(tensor.shape)
 
     def blocks(self, name: str) -> Blocks | None:
         """The exact quantised form, or None for a float tensor. Raises KeyError for an unknown name."""
         tensor = self._tensors[name]
-        if tensor.type_name in _FLOATS:
+        if tensor.type_name in FLOAT_SIZES:
             return None
         blocks = decode_blocks(tensor.type_name, self._rows(name))
         for part in (blocks.scales, blocks.offsets):
@@ -130,8 +129,7 @@ class GGUFWeights:
     def _rows(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor, uint8 [rows, bytes per row], in the row order of Hugging Face."""
         tensor = self._tensors[name]
-        raw = np.memmap(self.header.path, np.uint8, "r", tensor.offset, (tensor.size,)).view(np.ndarray)
-        rows = raw.reshape(tensor.shape[0], -1)
+        rows = map_bytes(self.header.path, tensor.offset, tensor.size).reshape(tensor.shape[0], -1)
         part = name.rsplit(".", 2)[-2]
         if not self.config.family.gguf_permuted_qk or part not in ("q_proj", "k_proj"):
             return rows
@@ -160,17 +158,11 @@ def read_gguf(path: Path) -> GGUFFile:
 
     Raises IntegrityError when it is not a GGUF file, or ends before its header or one of its tensors does.
     """
+    check_gguf(path)
     length = path.stat().st_size
-    if length < 24:
-        raise IntegrityError(f"{path.name} is not a GGUF file: it has only {length} bytes.")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data, path.name)
-        magic, version, tensor_count, key_count = struct.unpack("<4sIQQ", reader.take(24))
-        if magic != b"GGUF":
-            pointer = magic == b"vers"  # "version https://git-lfs..."
-            raise IntegrityError(
-                f"{path.name} is {'a Git LFS pointer' if pointer else 'not a GGUF file'}; fetch it again."
-            )
+        _, version, tensor_count, key_count = struct.unpack("<4sIQQ", reader.take(24))
         if version not in (2, 3):
             raise UnsupportedModelError(
                 f"{path.name} is of GGUF version {version}; specrun reads 2 and 3, little-endian."

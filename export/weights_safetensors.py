@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -15,11 +14,14 @@ from numpy.typing import NDArray
 from specrun.export.config import ModelConfig, config_from_json
 from specrun.export.families import check_tensors
 from specrun.export.gguf_blocks import Blocks
+from specrun.export.weights import FLOAT_SIZES, map_bytes, to_float32
 from specrun.models_cache.errors import IntegrityError, UnsupportedModelError
+from specrun.models_cache.integrity import check_weights_folder
+from specrun.models_cache.strictjson import StrictJsonError, parse_object
 
-_ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 _MAX_HEADER = 100_000_000  # the limit of the safetensors format itself
 _INERT = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _COMPARED_BYTES = 1 << 24
 
@@ -44,24 +46,21 @@ class SafetensorsWeights:
     def __init__(self, folder: Path) -> None:
         self.config: ModelConfig = config_from_json(folder)
         self.files: dict[str, Path] = {"config.json": folder / "config.json"}
-        index, shards = _shards(folder)
-        if index is not None:
-            self.files[index] = folder / index
         self._entries: dict[str, _Entry] = {}
-        for shard, promised in shards.items():
-            self.files[shard] = folder / shard
-            entries = _read_header(folder / shard)
-            if lost := [name for name in promised if name not in entries]:
-                raise IntegrityError(f"{shard} lacks {lost[0]}, which {index} places there; fetch it again.")
+        if (folder / _INDEX).is_file():
+            self.files[_INDEX] = folder / _INDEX
+        for file in _weight_files(folder):
+            self.files[file] = folder / file
+            entries = _read_header(folder / file)
             if doubled := [name for name in entries if name in self._entries]:
-                raise IntegrityError(f"{doubled[0]} is in both {self._entries[doubled[0]].file} and {shard}.")
+                raise IntegrityError(f"{doubled[0]} is in both {self._entries[doubled[0]].file} and {file}.")
             self._entries |= entries
         self._drop_inert()
         check_tensors(self.config, {name: entry.shape for name, entry in self._entries.items()}, folder.name)
         for name, entry in self._entries.items():
-            if entry.dtype not in _ITEM_SIZES:
+            if entry.dtype not in FLOAT_SIZES:
                 raise UnsupportedModelError(
-                    f"{name} is stored as {entry.dtype}; specrun reads {', '.join(_ITEM_SIZES)}."
+                    f"{name} is stored as {entry.dtype}; specrun reads {', '.join(FLOAT_SIZES)}."
                 )
 
     def names(self) -> frozenset[str]:
@@ -71,10 +70,7 @@ class SafetensorsWeights:
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor as float32. Raises KeyError for an unknown name."""
         entry = self._entries[name]
-        raw = self._raw(entry)
-        if entry.dtype == "BF16":  # the upper half of a float32
-            return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(entry.shape)
-        return raw.view("<f4" if entry.dtype == "F32" else "<f2").astype(np.float32).reshape(entry.shape)
+        return to_float32(self._raw(entry), entry.dtype, entry.shape)
 
     def blocks(self, name: str) -> Blocks | None:
         """None: safetensors hold floats. Raises KeyError for an unknown name."""
@@ -82,8 +78,7 @@ class SafetensorsWeights:
         return None
 
     def _raw(self, entry: _Entry) -> NDArray[np.uint8]:
-        size = entry.end - entry.start
-        return np.memmap(self.files[entry.file], np.uint8, "r", entry.start, (size,)).view(np.ndarray)
+        return map_bytes(self.files[entry.file], entry.start, entry.end - entry.start)
 
     def _drop_inert(self) -> None:
         self._entries = {name: entry for name, entry in self._entries.items() if not _INERT.fullmatch(name)}
@@ -104,31 +99,10 @@ class SafetensorsWeights:
         del self._entries[_HEAD]
 
 
-def _shards(folder: Path) -> tuple[str | None, dict[str, list[str]]]:
-    """The index file, if there is one, and the tensors that it promises by weight file."""
-    if (folder / "model.safetensors").exists():
-        return None, {"model.safetensors": []}
-    index = "model.safetensors.index.json"
-    if not (folder / index).exists():
-        found = sorted(path.name for path in folder.glob("*.safetensors"))
-        if len(found) == 1:
-            return None, {found[0]: []}
-        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
-            raise UnsupportedModelError(f"{folder.name} holds pickled weights, which are never read; use safetensors.")
-        raise IntegrityError(f"{folder.name} has no model.safetensors and no {index}; fetch the weights.")
-    try:
-        weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
-        pairs = sorted((str(shard), str(name)) for name, shard in weight_map.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{index} in {folder.name} cannot be read ({error}); fetch it again.") from error
-    shards: dict[str, list[str]] = {}
-    for shard, name in pairs:
-        if Path(shard).name != shard:
-            raise IntegrityError(f"{index} names the shard {shard!r}, which is not a plain file name.")
-        shards.setdefault(shard, []).append(name)
-    if absent := [shard for shard in shards if not (folder / shard).is_file()]:
-        raise IntegrityError(f"{folder.name} lacks the shard {', '.join(absent)}; fetch it.")
-    return index, shards
+def _weight_files(folder: Path) -> tuple[str, ...]:
+    names = check_weights_folder(folder)
+    # Without an index, files beside model.safetensors (an adapter, the vendor's own layout) are other models.
+    return (_SINGLE,) if _SINGLE in names and not (folder / _INDEX).is_file() else names
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
@@ -136,17 +110,13 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     length = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
-        if start == b"version ":
-            raise IntegrityError(f"{path.name} is a Git LFS pointer, not the weights; fetch them with git lfs pull.")
         size = int.from_bytes(start, "little")
         if len(start) < 8 or size > min(length - 8, _MAX_HEADER):
             raise IntegrityError(f"{path.name} ends inside its header ({length} bytes); fetch it again.")
         try:
-            header: Any = json.loads(file.read(size))
-        except ValueError as error:
-            raise IntegrityError(f"The header of {path.name} is not JSON ({error}); fetch it again.") from error
-    if not isinstance(header, dict):
-        raise IntegrityError(f"The header of {path.name} is not a JSON object; fetch it again.")
+            header = parse_object(file.read(size).decode("utf-8"))
+        except (UnicodeDecodeError, StrictJsonError) as error:
+            raise IntegrityError(f"The header of {path.name} is not valid ({error}); fetch it again.") from None
     header.pop("__metadata__", None)
     return {name: _entry(path.name, name, item, 8 + size, length) for name, item in header.items()}
 
@@ -161,6 +131,6 @@ def _entry(file: str, name: str, item: Any, data: int, length: int) -> _Entry:
         raise IntegrityError(f"{file} describes {name} wrongly in its header; fetch it again.")
     if data + end > length:
         raise IntegrityError(f"{file} is truncated: {name} ends at byte {data + end}, the file at {length}.")
-    if dtype in _ITEM_SIZES and end - start != math.prod(shape) * _ITEM_SIZES[dtype]:
+    if dtype in FLOAT_SIZES and end - start != math.prod(shape) * FLOAT_SIZES[dtype]:
         raise IntegrityError(f"{file} gives {name} {end - start} bytes, which is not {dtype} {list(shape)}.")
     return _Entry(file, str(dtype), shape, data + start, data + end)

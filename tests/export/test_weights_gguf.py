@@ -166,9 +166,10 @@ def test_random_damage_to_the_header_is_one_of_our_errors(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (b"", IntegrityError, "only 0 bytes"),
-        (b"GGML" + bytes(40), IntegrityError, "not a GGUF file"),
-        (b"version https://git-lfs.github.com/spec/v1\n", IntegrityError, "Git LFS pointer"),
+        (b"", IntegrityError, "does not begin"),
+        (b"GGUF", IntegrityError, "ends inside its header"),
+        (b"GGML" + bytes(40), IntegrityError, "does not begin as a GGUF"),
+        (b"version https://git-lfs.github.com/spec/v1\n", IntegrityError, "Git-LFS pointer"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), UnsupportedModelError, "version 1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), UnsupportedModelError, "little-endian"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), IntegrityError, "truncated"),
