@@ -16,11 +16,12 @@ from specrun.export.rotary import rotary_tables
 from specrun.export.weights import Weights
 
 Array = NDArray[np.float32]
+Ids = Sequence[int] | NDArray[np.int64]
 
 _HEAD_ROWS = 16_384  # rows of the head at a time, to bound memory
 
 
-def reference_logits(weights: Weights, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> Array:
+def reference_logits(weights: Weights, token_ids: Ids, rows: Ids | None = None) -> Array:
     """Logits after each token, float32 [len(token_ids), vocabulary], or of the positions in `rows` only.
 
     Computed in float32 with the dequantised weights. Raises ValueError for an empty or unknown token sequence.
