@@ -20,9 +20,7 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes a space as this cha
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_TIKTOKEN = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_TIKTOKEN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +165,7 @@ def _bpe(ids: dict[str, int], merges: Sequence[tuple[str, str]], *, ignore_merge
 
 
 def _unknown(vocabulary: Vocabulary) -> str | None:
-    return next(
-        (text for text, kind in zip(vocabulary.texts, vocabulary.types, strict=True) if kind == UNKNOWN), None
-    )
+    return next((text for text, kind in zip(vocabulary.texts, vocabulary.types, strict=True) if kind == UNKNOWN), None)
 
 
 def _sentencepiece_normalizer(options: SentencePieceOptions) -> dict[str, Any]:

@@ -32,14 +32,17 @@ class MetadataReader(Protocol):
 
 # Tokens that end a text wherever they occur, by their text.
 _END_TEXTS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
-    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
-    "[e~[".split()
+    """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
+    <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~[
+    <｜end▁of▁sentence｜>
+    """.split()  # noqa: SIM905 (a list of quoted strings would hide the marks among the quotes)
 )
 # Tokens that separate files and fill gaps in code models: nothing of the answer comes after them.
 _FILE_TEXTS = frozenset(
-    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> "
-    "<|file_sep|>".split()
+    """
+    <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+    """.split()  # noqa: SIM905
 )
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
@@ -56,7 +59,9 @@ def gguf_tokenizer(reader: MetadataReader) -> tuple[str, str | None, SpecialIds,
     metadata = _Metadata(reader)
     model = metadata.get("model", None)
     if model is None:
-        raise UnsupportedModelError("the GGUF file has no tokenizer (tokenizer.ggml.model): use a file that carries one")
+        raise UnsupportedModelError(
+            "the GGUF file has no tokenizer (tokenizer.ggml.model): use a file that carries one"
+        )
     if model not in ("gpt2", "llama", "t5"):
         raise UnsupportedModelError(
             f"the GGUF file has the tokenizer model {model!r}; known ones are gpt2, llama and t5: "
@@ -101,7 +106,7 @@ def _pre_tokenizer(name: str | None) -> PreTokenizer:
     known = ", ".join(PRE_TOKENIZERS)
     if name is None:
         raise UnsupportedModelError(
-            "the GGUF file does not name its pre-tokenizer (no tokenizer.ggml.pre), so its text would be split wrongly: "
+            "the GGUF file does not name its pre-tokenizer (no tokenizer.ggml.pre), so text would be split wrongly: "
             f"convert the model again with a current converter; known pre-tokenizers are {known}"
         )
     if name not in PRE_TOKENIZERS:
@@ -131,7 +136,9 @@ def _vocabulary(metadata: _Metadata, *, scored: bool) -> Vocabulary:
     while count and (types[count - 1] == UNUSED or texts[count - 1] == f"[PAD{count - 1}]"):
         count -= 1
     if scored and BYTE not in types:
-        types = [BYTE if re.fullmatch(r"<0x[0-9A-F]{2}>", text) else kind for text, kind in zip(texts, types, strict=True)]
+        types = [
+            BYTE if re.fullmatch(r"<0x[0-9A-F]{2}>", text) else kind for text, kind in zip(texts, types, strict=True)
+        ]
     return Vocabulary(texts[:count], types[:count], scores[:count])
 
 

@@ -54,6 +54,7 @@ class TextStream:
         self._drop_space = tokenizer.drops_first_space(prompt)
         self._held = ""
         self._delivered = 0  # characters
+        self._spared = 0  # a stop string that ends within so many characters does not stop
         self._pushed = 0
         self._kept = 0
         # Of each token that is not delivered in full: its number (from 1) and the character its first byte is in.
@@ -70,12 +71,21 @@ class TextStream:
         """See StreamDelta: the tokens that ids, log probabilities and usage should show."""
         return self._kept if self._stopped else self._pushed
 
-    def push(self, token_id: int) -> StreamDelta:
-        """Add a token. After a stop, tokens are ignored."""
+    @property
+    def settled_tokens(self) -> int:
+        """The pushed tokens that belong to the text whatever comes next: it grows up to `kept_tokens`."""
+        return self._kept
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> StreamDelta:
+        """Add a token. After a stop, tokens are ignored.
+
+        `may_stop`: whether a stop string that this token completes ends the text. One that does not is ordinary text;
+        a later stop may still begin inside it.
+        """
         if self._stopped:
             return StreamDelta("", True, self._kept)
         self._pushed += 1
-        if self._stops and token_id in self._tokenizer.control_ids:
+        if may_stop and self._stops and token_id in self._tokenizer.control_ids:
             spelt = self._tokenizer.token_text(token_id)
             if spelt in self._stops:
                 self._held += self._utf8.decode(b"", final=True)
@@ -85,8 +95,9 @@ class TextStream:
             self._drop_space = False
             data = data.removeprefix(b" ")
         if data:
+            searched = len(self._held)
             self._decode(data)
-            found = self._find_stop()
+            found = self._find_stop(searched) if may_stop else None
             if found is not None:
                 return self._stop(*found)
         return StreamDelta(self._deliver(len(self._held) - self._may_become_stop()), False, self._pushed)
@@ -96,7 +107,9 @@ class TextStream:
         if self._stopped:
             return ""
         self._held += self._utf8.decode(b"", final=True)
-        return self._deliver(len(self._held))
+        text = self._deliver(len(self._held))
+        self._kept = self._pushed
+        return text
 
     def _decode(self, data: bytes) -> None:
         pending = self._utf8.getstate()[0]
@@ -106,9 +119,13 @@ class TextStream:
         self._waiting.append((self._pushed, first))
         self._held += self._utf8.decode(data)
 
-    def _find_stop(self) -> tuple[int, str] | None:
-        """Where in the held text a stop string begins, and which; the text before was searched already."""
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+    def _find_stop(self, searched: int) -> tuple[int, str] | None:
+        """Where in the held text a stop string begins, and which, of those that end after `searched` characters."""
+        found = []
+        for stop in self._stops:
+            at = self._held.find(stop, max(0, searched - len(stop) + 1))
+            if at >= 0:
+                found.append((at + len(stop), at, stop))
         if not found:
             return None
         _, at, stop = min(found)

@@ -56,7 +56,9 @@ class Tokenizer:
             template = folder / "chat_template.jinja"
             chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
         except (OSError, UnicodeDecodeError) as error:
-            raise IntegrityError(f"the tokenizer in {folder} cannot be read ({error}): export the model again") from error
+            raise IntegrityError(
+                f"the tokenizer in {folder} cannot be read ({error}): export the model again"
+            ) from error
         return cls(document, special_ids, tokens, chat_template)
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
