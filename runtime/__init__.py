@@ -1,1 +1,26 @@
-"""A bundle becomes tokens: sessions, KV caches, proposers, acceptance, the loop."""
+"""A bundle becomes tokens: sessions, KV caches, proposers, acceptance, the loop.
+
+>>> from specrun.runtime import Engine
+>>> with Engine.load("smollm2-135m") as engine:                           # doctest: +SKIP
+...     print(engine.generate("Write a haiku about tides.", max_tokens=64).text)
+"""
+
+from specrun.runtime.chat import ChatSession
+from specrun.runtime.engine import Engine
+from specrun.runtime.request import METHODS
+from specrun.runtime.result import Memory, Result, SpeculationStats, Timings, Token, Usage
+from specrun.runtime.stream import Piece, Stream
+
+__all__ = [
+    "METHODS",
+    "ChatSession",
+    "Engine",
+    "Memory",
+    "Piece",
+    "Result",
+    "SpeculationStats",
+    "Stream",
+    "Timings",
+    "Token",
+    "Usage",
+]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.models_cache.errors import ContextLengthError
+from specrun.runtime.backend import onnxruntime
 
 CAPACITY_STEP = 256
 
@@ -39,23 +39,16 @@ class KVCache:
         """Bytes of all buffers."""
         return sum(array.nbytes for array in self._arrays)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that hold committed positions."""
-        return self.nbytes * sum(self.lengths) // max(1, self.batch * self.capacity)
-
     def reserve(self, capacity: int) -> bool:
         """Make room for `capacity` positions a row; True if the buffers moved.
 
-        Grows in steps and keeps what is committed. Raises ContextLengthError beyond the limit of the rotary tables.
+        Grows in steps and keeps what is committed. ValueError beyond the limit, the rows of the rotary tables.
         """
         if capacity <= self.capacity:
             return False
         if capacity > self._limit:
-            raise ContextLengthError(
-                f"{capacity} positions are needed, but this model has {self._limit}: shorten the prompt or --max-tokens."
-            )
-        import onnxruntime as ort
+            raise ValueError(f"{capacity} positions are more than the {self._limit} of the model")
+        ort = onnxruntime()
 
         batch, kv_heads, head_dim = self._shape
         capacity = min(self._limit, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)

@@ -46,9 +46,7 @@ def speculate(
     committed: the prompt, extended in place. The target's cache holds a true prefix of it, shorter than the prompt.
     Between two yields the target's length is len(committed) - 1, so the caller may stop at any of them.
     """
-    start = time.perf_counter()
     logits = target.prefill(committed[target.length :])
-    stats.verify_s += time.perf_counter() - start
     token = chooser.first(logits, len(committed))
     logprob, top = chooser.logprobs(logits[0], token)
     if proposer is not None:

@@ -41,6 +41,7 @@ Floats = npt.NDArray[np.float64]
 _WORD: Final = 64
 _LANE_STREAM: Final = 1 << (3 * _WORD)
 _UNIT: Final = 2.0**-53
+_CHUNK: Final = 8192  # small enough for the processor's cache and for malloc to reuse
 _JUMP: Final = 1000  # jumping to one noise value costs about as much as drawing so many of the row
 
 
@@ -299,15 +300,15 @@ def distribution(
 
 def _noise(ids: npt.NDArray[np.int64], seed: int, sample_index: int, position: int) -> npt.NDArray[np.uint64]:
     """The noise of ids (ascending) at a position: u64 [n] in [0, 2**53), one place of the stream per id."""
-    generator = np.random.Philox(counter=position << _WORD, key=seed | sample_index << _WORD)
-    row_size = int(ids[-1]) + 1
-    if ids.size * _JUMP > row_size:
-        raw = generator.random_raw(row_size)
-        if row_size > ids.size:
-            raw = raw[ids]
+    held = int(ids[0]) // 4 - 1  # the stream comes in blocks of four
+    generator = np.random.Philox(counter=(position << _WORD) + held + 1, key=seed | sample_index << _WORD)
+    first = 4 * held + 4
+    if ids.size * _JUMP > int(ids[-1]) - first:
+        raw = generator.random_raw(int(ids[-1]) + 1 - first)
+        if raw.size > ids.size:
+            raw = raw[ids - first]
     else:
-        raw = np.empty(ids.size, np.uint64)
-        held, block = -1, raw
+        raw = block = np.empty(ids.size, np.uint64)
         for index, token in enumerate(ids.tolist()):
             wanted, lane = divmod(token, 4)
             if wanted != held:
@@ -336,15 +337,22 @@ def coupled_token(
     if ids.size == 1:
         return int(ids[0])
     noise = _noise(ids, seed, sample_index, position)
+    winner, least = int(ids[0]), math.inf
     with np.errstate(over="ignore"):  # noise over a vanishing probability: infinite, and never the least
-        scaled = noise.astype(np.float64)
-        scaled /= probs
-        # E >= u, so only ids with u / p up to some E / p can win: the logarithm is taken of these few.
-        best = int(scaled.argmin())
-        bound = -np.log1p(noise[best] * -_UNIT) / probs[best] / _UNIT
-        few = np.flatnonzero(scaled <= bound * (1.0 + 1e-9))
-        exact = -np.log1p(noise[few] * -_UNIT) / probs[few]
-    return int(ids[few[exact.argmin()]])
+        for start in range(0, ids.size, _CHUNK):
+            part, p = ids[start : start + _CHUNK], probs[start : start + _CHUNK]
+            noise = _noise(part, seed, sample_index, position)
+            # E >= u, so only ids with u / p up to some E / p can win: the logarithm is taken of these few.
+            scaled = noise / p
+            near = int(scaled.argmin())
+            bound = min(least, -np.log1p(noise[near] * -_UNIT) / p[near])
+            few = np.flatnonzero(scaled <= bound / _UNIT * (1.0 + 1e-9))
+            if few.size:
+                exact = -np.log1p(noise[few] * -_UNIT) / p[few]
+                best = int(exact.argmin())
+                if exact[best] < least:
+                    winner, least = int(part[few[best]]), float(exact[best])
+    return winner
 
 
 def sample(distribution: Distribution, uniform: float) -> int:

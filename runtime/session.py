@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.models_cache.errors import BackendError
+from specrun.models_cache.errors import BackendError, ContextLengthError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import GraphSpec
-from specrun.runtime.backend import build_features, create_session, first_line, onnxruntime
+from specrun.runtime.backend import build_features, first_line, onnxruntime
 from specrun.runtime.kv_cache import KVCache
 
 PREFILL_CHUNK = 256
@@ -43,34 +43,29 @@ class ModelSession:
     def __init__(
         self,
         bundle: Bundle,
+        onnx_session: Any,
         *,
-        threads: int,
-        device: str = "cpu",
         width_rule: WidthRule | None = None,
         batch: int = 1,
-        capacity: int = 0,
-        shared_cpu: bool = False,
-        onnx_session: Any = None,
     ) -> None:
         graph = choose_graph(bundle)
         sizes = bundle.manifest.sizes
         if graph.max_batch is not None and batch > graph.max_batch:
-            raise BackendError(f"This ONNX Runtime build runs {bundle.manifest.name} one row at a time: update it to 1.32.")
+            raise BackendError(
+                f"This ONNX Runtime runs {bundle.manifest.name} one row at a time: update it to 1.32 or newer."
+            )
         self.bundle = bundle
         self.sizes = sizes
-        self.threads = threads
         self.ragged = graph.max_batch is None
         self.width_rule = width_rule or WidthRule()
-        self.onnx_session = onnx_session or create_session(
-            bundle.path / graph.file, threads=threads, device=device, shared_cpu=shared_cpu
-        )
+        self._onnx_session = onnx_session
         self._output_names = [output.name for output in graph.outputs]
         self._qkv_width = next(int(spec.shape[2]) for spec in graph.inputs if spec.name == "pad_rows")
         self.cache = KVCache(
             layers=sizes.layers,
             kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
-            capacity=max(capacity, 1),
+            capacity=1,
             limit=bundle.manifest.kv.positions,
             batch=batch,
         )
@@ -85,6 +80,17 @@ class ModelSession:
     def rewind_to(self, length: int) -> None:
         """Keep the first `length` positions of row 0."""
         self.cache.rewind_to(length)
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions a row, as far as the model has them."""
+        if self.cache.reserve(min(length, self.bundle.manifest.kv.positions)):
+            self._frames.clear()  # they are bound to the buffers of before
+
+    def close(self) -> None:
+        """Free the session and its buffers."""
+        self._frames.clear()
+        self.cache.values.clear()
+        self._onnx_session = None
 
     def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append `tokens` to row 0 in chunks; logits f32 [1, vocabulary] after the last."""
@@ -110,7 +116,7 @@ class ModelSession:
         lengths = self.cache.lengths
         frame.fill(tokens, lengths, rows)
         try:
-            self.onnx_session.run_with_iobinding(frame.binding)
+            self._onnx_session.run_with_iobinding(frame.binding)
         except Exception as error:  # onnxruntime raises classes of its own without a common base
             raise BackendError(f"ONNX Runtime failed while running {self.bundle.manifest.name}: {first_line(error)}") from error
         for row, new in enumerate(tokens):
@@ -120,8 +126,12 @@ class ModelSession:
     def _frame(self, longest: int, rows: int) -> _Frame:
         positions, pad, rows = self._padded(longest, rows)
         needed = max(self.cache.lengths) + positions + pad
-        if self.cache.reserve(needed):
-            self._frames.clear()
+        if needed > self.bundle.manifest.kv.positions:
+            raise ContextLengthError(
+                f"{needed} positions are needed and {self.bundle.manifest.name} has {self.sizes.context}: "
+                "shorten the prompt or lower --max-tokens."
+            )
+        self.reserve(needed)
         key = (positions, pad, rows)
         frame = self._frames.get(key)
         if frame is None:
@@ -151,7 +161,7 @@ class ModelSession:
             self._bias = np.zeros(wanted, np.float32)
         bias = self._bias[:wanted].reshape(1, 1, positions + pad, capacity)
         frame = _Frame(self.cache.batch, positions, pad, rows, bias, self._qkv_width, self.sizes.vocabulary)
-        frame.bind(self.onnx_session, self.cache.values, self._output_names)
+        frame.bind(self._onnx_session, self.cache.values, self._output_names)
         return frame
 
 

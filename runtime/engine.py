@@ -1,0 +1,274 @@
+"""The embedding API: an `Engine` holds a target, and perhaps a draft, and turns prompts into text."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from specrun.models_cache.errors import SpecrunError, UsageError
+from specrun.models_cache.layout import Bundle, find_bundle
+from specrun.runtime.backend import create_session, default_threads
+from specrun.runtime.calibration import Calibration, calibrate
+from specrun.runtime.chat import ChatSession
+from specrun.runtime.chat_template import encode_chat
+from specrun.runtime.chooser import Chooser
+from specrun.runtime.draft_length import DraftLengthPlanner
+from specrun.runtime.ngram_table import NgramTable
+from specrun.runtime.proposal import Proposer
+from specrun.runtime.proposers import draft as draft_method
+from specrun.runtime.proposers import ngram as ngram_method
+from specrun.runtime.request import Request, request_options
+from specrun.runtime.result import Memory, Result
+from specrun.runtime.session import ModelSession, WidthRule, choose_graph
+from specrun.runtime.stream import Stream
+from specrun.runtime.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+
+
+class Engine:
+    """A loaded model. Safe to share between threads: requests run one after another.
+
+    >>> with Engine.load("smollm2-135m") as engine:                       # doctest: +SKIP
+    ...     for piece in engine.stream("Write a haiku about tides.", max_tokens=64):
+    ...         print(piece.text, end="")
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        draft: Bundle | None = None,
+        threads: int | None = None,
+        device: str = "cpu",
+        context: int | None = None,
+    ) -> None:
+        start = time.perf_counter()
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads must be 1 or more, not {threads}.")
+        if context is not None and context < 2:
+            raise UsageError(f"context must be 2 or more, not {context}.")
+        manifest = bundle.manifest
+        self.bundle = bundle
+        self.threads = threads or default_threads()
+        self.context = min(context or manifest.sizes.context, manifest.sizes.context)
+        self.tokenizer = _tokenizer(bundle)
+        if draft is not None:
+            self.tokenizer.require_same_vocabulary(_tokenizer(draft))
+        self.target, self.calibration = open_model(bundle, self.threads, device, shared_cpu=draft is not None)
+        self._draft: ModelSession | None = None
+        self._draft_calibration: Calibration | None = None
+        if draft is not None:
+            self._draft, self._draft_calibration = open_model(draft, self.threads, device, shared_cpu=True)
+        self._target_tokens: list[int] = []  # what the KV buffers hold
+        self._draft_tokens: list[int] = []
+        self._table = self._new_table()
+        self._planners: dict[tuple[str, int | None], DraftLengthPlanner] = {}
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._closed = False
+        self.load_s = time.perf_counter() - start
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        draft: str | Path | None = None,
+        threads: int | None = None,
+        device: str = "cpu",
+        context: int | None = None,
+    ) -> Engine:
+        """Load a bundle by name or path, and optionally a draft model with the same tokenizer.
+
+        context: use at most so many positions. Raises ModelNotFoundError, VocabularyMismatchError, BackendError, and
+        ManifestError or IntegrityError for a damaged bundle.
+        """
+        draft_bundle = find_bundle(draft) if draft is not None else None
+        return cls(find_bundle(model), draft=draft_bundle, threads=threads, device=device, context=context)
+
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+        """A request whose pieces come as they are made; the options are those of `request_options`."""
+        return Stream(self, prompt, request_options(**options))
+
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
+        """Run a request to its end; the options are those of `request_options`."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            continue
+        return stream.result
+
+    def chat(self, system: str | None = None) -> ChatSession:
+        """A conversation that reuses the KV of the turns before."""
+        return ChatSession(self, system)
+
+    def encode(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
+        """Token ids of a prompt: text in the model's chat template, or as it is with `raw` or without a template."""
+        template = self.tokenizer.chat_template
+        if raw or (template is None and isinstance(prompt, str)):
+            if not isinstance(prompt, str):
+                raise UsageError("Messages need the chat template: pass text for a raw prompt.")
+            if system is not None:
+                raise UsageError("A system message needs the chat template: leave the system message or raw out.")
+            return self.tokenizer.encode(prompt)
+        if template is None:
+            raise UsageError(f"{self.bundle.manifest.name} has no chat template: pass text instead of messages.")
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return encode_chat(self.tokenizer, messages)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft model is loaded."""
+        return self._draft is not None
+
+    def load_ngrams(self, path: Path) -> None:
+        """Take the earlier texts of a saved table, so that what was written before helps later requests."""
+        manifest = self.bundle.manifest
+        with self._exclusive():
+            self._table = NgramTable.load(path, tokens=manifest.sizes.tokens, eos_ids=manifest.special_ids.eos)
+
+    def save_ngrams(self, path: Path) -> None:
+        """Save the texts of this engine's requests."""
+        with self._exclusive():
+            self._table.save(path)
+
+    def reset(self) -> None:
+        """Forget every earlier request: cached KV, earlier texts and what was learnt of acceptance."""
+        with self._exclusive():
+            self._target_tokens, self._draft_tokens = [], []
+            self._table = self._new_table()
+            self._planners.clear()
+
+    def memory(self) -> Memory:
+        """Bytes of weights and KV buffers as they stand."""
+        draft = self._draft
+        return Memory(
+            weights_bytes=_weight_bytes(self.bundle) + (_weight_bytes(draft.bundle) if draft else 0),
+            kv_target_bytes=self.target.cache.nbytes,
+            kv_draft_bytes=draft.cache.nbytes if draft else 0,
+        )
+
+    def close(self) -> None:
+        """Free sessions and buffers; may be called twice. The engine cannot be used afterwards."""
+        if self._closed:
+            return
+        with self._exclusive():
+            self._closed = True
+            self.target.close()
+            if self._draft is not None:
+                self._draft.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What a stream needs while it holds the engine.
+
+    def acquire(self) -> None:
+        """Take the engine for one request; waits for other threads, and refuses a second stream of this one."""
+        if self._owner == threading.get_ident():
+            raise SpecrunError("The engine is busy with a stream of this thread: finish or close that stream first.")
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        if self._closed:
+            self.release()
+            raise SpecrunError("The engine is closed: load the model again.")
+
+    def release(self) -> None:
+        """Give the engine back."""
+        self._owner = None
+        self._lock.release()
+
+    def prepare(self, prompt: Sequence[int], length: int) -> int:
+        """Rewind the target to what its cache shares with `prompt` and make room for `length` positions.
+
+        Returns how many prompt tokens need no prefill; at least one always does, as its logits are wanted.
+        """
+        shared = shared_prefix(self._target_tokens[: self.target.length], prompt[:-1])
+        self.target.rewind_to(shared)
+        self.target.reserve(length)
+        if self._draft is not None:
+            self._draft.reserve(length)
+        return shared
+
+    def proposer(self, request: Request, chooser: Chooser) -> Proposer | None:
+        """The proposer of a request, None for plain decoding."""
+        if request.method == "none" or request.options.draft_length == 0:
+            return None
+        if request.method == "ngram":
+            return ngram_method.NgramProposer(self._table, self._planner(request, 0.0, ngram_method.PRIORS))
+        assert self._draft is not None
+        assert self._draft_calibration is not None
+        planner = self._planner(request, self._draft_calibration.cost(1), draft_method.PRIORS)
+        return draft_method.DraftProposer(self._draft, chooser, planner, self._draft_tokens)
+
+    def finish_request(self, request: Request, committed: Sequence[int]) -> None:
+        """Remember what the caches hold, and the text for later n-gram proposals."""
+        self._target_tokens = list(committed[: self.target.length])
+        if self._draft is not None and request.method == "draft":
+            self._draft_tokens = list(committed[: self._draft.length])
+        if request.method == "ngram":
+            self._table.add_text(committed)
+
+    def _planner(self, request: Request, step_cost: float, priors: dict[int, tuple[float, ...]]) -> DraftLengthPlanner:
+        key = (str(request.method), request.options.draft_length)
+        if key not in self._planners:
+            self._planners[key] = DraftLengthPlanner(
+                self.calibration.cost, step_cost=step_cost, priors=priors, fixed=request.options.draft_length
+            )
+        return self._planners[key]
+
+    def _new_table(self) -> NgramTable:
+        return NgramTable(eos_ids=self.bundle.manifest.special_ids.eos)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+def open_model(
+    bundle: Bundle, threads: int, device: str = "cpu", *, shared_cpu: bool = False
+) -> tuple[ModelSession, Calibration]:
+    """A session that runs at the widths which the probe of this machine allows, and that probe's result."""
+    onnx_session = create_session(
+        bundle.path / choose_graph(bundle).file, threads=threads, device=device, shared_cpu=shared_cpu
+    )
+
+    def open_session(batch: int, rule: WidthRule) -> ModelSession:
+        return ModelSession(bundle, onnx_session, width_rule=rule, batch=batch)
+
+    calibration = calibrate(bundle, threads, open_session)
+    return open_session(1, calibration.rule), calibration
+
+
+def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first items two sequences share."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
+
+
+def _tokenizer(bundle: Bundle) -> Tokenizer:
+    return Tokenizer.from_folder(bundle.path, bundle.manifest.special_ids, bundle.manifest.sizes.tokens)
+
+
+def _weight_bytes(bundle: Bundle) -> int:
+    names = {name for graph in bundle.manifest.graphs.values() for name in graph.data}
+    return sum(bundle.manifest.files[name].size for name in names)

@@ -1,0 +1,182 @@
+"""One request as it runs: the pieces of text and tokens as they become sure, and the result at the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from specrun.models_cache.errors import ContextLengthError, SpecrunError, UsageError
+from specrun.runtime.chooser import Chooser
+from specrun.runtime.draft_length import MAX_DRAFT_LENGTH
+from specrun.runtime.loop import Limits, speculate
+from specrun.runtime.request import Request
+from specrun.runtime.result import FinishReason, Result, SpeculationStats, Timings, Token, Usage
+from specrun.runtime.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from specrun.runtime.engine import Engine, Prompt
+
+# Room made at the start of a request for so many tokens to come; longer texts grow it.
+RESERVED_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step of a stream delivers: text (perhaps none) and the tokens whose text is now sure (perhaps none)."""
+
+    text: str
+    tokens: tuple[Token, ...]
+
+
+class Stream:
+    """The pieces of one request, in order; afterwards `result`. `cancel`, or leaving the loop, ends it early.
+
+    The engine is held from the first piece to the last; a stream that is closed half-way frees it. However a stream
+    ends, the engine stays usable.
+    """
+
+    def __init__(self, engine: Engine, prompt: Prompt, request: Request) -> None:
+        self._engine = engine
+        method = request.method or ("draft" if engine.has_draft else "ngram")
+        if method == "draft" and not engine.has_draft:
+            raise UsageError("Method 'draft' needs a draft model: give one with --draft.")
+        self._request = replace(request, method=method)
+        self.prompt_tokens = engine.encode(prompt, system=request.system, raw=request.raw)
+        self._length_limit = self._check_length()
+        self._cancelled = threading.Event()
+        self._tokens: list[Token] = []
+        self._pending: list[Token] = []  # emitted, but their text is not sure yet
+        self._text: list[str] = []
+        self._stats = SpeculationStats()
+        self._cached_tokens = 0
+        self._prefill_s = self._decode_s = 0.0
+        self._finish: FinishReason = "cancelled"
+        self._memory = engine.memory()
+        self._done = False
+        self._pieces = self._run()
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def cancel(self) -> None:
+        """End the stream after the round that is running; may be called from any thread."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """End the stream now and free the engine."""
+        self._pieces.close()
+        self._done = True
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has ended."""
+        return self._done
+
+    @property
+    def result(self) -> Result:
+        """The whole result, or what there is of it if the stream was closed early."""
+        if not self._done:
+            raise SpecrunError("The stream has not ended: read it to its end, or close it, before asking for its result.")
+        engine, sampling = self._engine, self._request.options.sampling
+        return Result(
+            text="".join(self._text),
+            token_ids=tuple(token.id for token in self._tokens),
+            finish_reason=self._finish,
+            model=engine.bundle.manifest.name,
+            method=str(self._request.method),
+            exactness=engine.calibration.exactness,
+            seed=None if sampling.greedy else sampling.seed,
+            usage=Usage(len(self.prompt_tokens), len(self._tokens), self._cached_tokens),
+            timings=Timings(engine.load_s, self._prefill_s, self._decode_s),
+            speculation=self._stats,
+            memory=self._memory,
+            tokens=tuple(self._tokens),
+        )
+
+    def _check_length(self) -> int:
+        """The most tokens that prompt and completion may have together."""
+        context, prompt = self._engine.context, len(self.prompt_tokens)
+        max_tokens = self._request.options.max_tokens
+        if not prompt:
+            raise UsageError("The prompt is empty: give at least one character.")
+        if prompt >= context and max_tokens != 0:
+            raise ContextLengthError(
+                f"The prompt has {prompt} tokens and the context holds {context}: shorten it or raise --context."
+            )
+        return context if max_tokens is None else min(context, prompt + max_tokens)
+
+    def _run(self) -> Generator[Piece]:
+        engine = self._engine
+        engine.acquire()
+        try:
+            if self._length_limit > len(self.prompt_tokens):
+                yield from self._decode()
+            else:
+                self._finish = "length"
+        finally:
+            self._memory = engine.memory()
+            self._done = True
+            engine.release()
+
+    def _decode(self) -> Generator[Piece]:
+        engine, request = self._engine, self._request
+        options, manifest = request.options, engine.bundle.manifest
+        committed = list(self.prompt_tokens)
+        eos = manifest.special_ids.eos
+        chooser = Chooser(
+            options, prompt=committed, tokens=manifest.sizes.tokens, eos=eos, sample_index=request.sample_index
+        )
+        proposer = engine.proposer(request, chooser)
+        draft_length = MAX_DRAFT_LENGTH if options.draft_length is None else options.draft_length
+        limits = Limits(self._length_limit, draft_length, frozenset(() if options.ignore_eos else eos))
+        expected = min(self._length_limit, len(committed) + RESERVED_TOKENS)
+        self._cached_tokens = engine.prepare(committed, expected + draft_length + 1)
+        text = TextStream(engine.tokenizer, options.stop, prompt=committed)
+        rounds = speculate(engine.target, proposer, chooser, committed, limits, self._stats)
+        emitted = 0
+        start = time.perf_counter()
+        try:
+            for block in rounds:
+                now = time.perf_counter()
+                if emitted:
+                    self._decode_s = now - start
+                else:
+                    self._prefill_s, start = now - start, now
+                for token in block:
+                    self._pending.append(token)
+                    emitted += 1
+                    delta = text.push(token.id, may_stop=options.may_end(emitted))
+                    piece = self._piece(delta.text, text.settled_tokens)
+                    if delta.stopped:
+                        self._finish = "stop"
+                    if piece.text or piece.tokens:
+                        yield piece
+                    if delta.stopped:
+                        return
+                if self._cancelled.is_set():
+                    break
+            else:
+                self._finish = "stop" if committed[-1] in limits.eos else "length"
+            piece = self._piece(text.finish(), emitted)
+            if piece.text or piece.tokens:
+                yield piece
+        finally:
+            rounds.close()
+            stats = self._stats
+            stats.discarded = 1 + stats.accepted + stats.corrections + stats.bonuses - len(self._tokens) if emitted else 0
+            engine.finish_request(request, committed)
+
+    def _piece(self, text: str, settled: int) -> Piece:
+        """Move the tokens that are settled by now from pending to sure."""
+        count = settled - len(self._tokens)
+        tokens = tuple(self._pending[:count])
+        del self._pending[:count]
+        self._tokens += tokens
+        self._text.append(text)
+        return Piece(text, tokens)
