@@ -125,8 +125,11 @@ def sentencepiece_bpe_json(vocabulary: Vocabulary, options: SentencePieceOptions
 
 
 def unigram_json(vocabulary: Vocabulary, options: SentencePieceOptions) -> str:
-    """tokenizer.json of a SentencePiece unigram vocabulary, with byte fallback where it has byte tokens."""
-    vocabulary.ids()
+    """tokenizer.json of a SentencePiece unigram vocabulary, with byte fallback where it has byte tokens.
+
+    Text that spells a control token stays text as long as its characters are in the vocabulary.
+    """
+    vocabulary.ids()  # refuses a text that occurs twice
     # The library searches every piece. Control and byte tokens must not be found in a text, so they cost too much.
     hidden = -1e6
     pieces = [
