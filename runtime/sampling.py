@@ -93,10 +93,6 @@ class TokenCounts:
     """Counts of the tokens of prompt and output, with cheap push and pop of draft tokens.
 
     Row j of a verify is decided with d1 .. dj pushed; `rewind_to` takes them off again. Pushing costs O(1).
-
-    >>> counts = TokenCounts([3, 3, 5]); counts.push(5); counts.push(9)
-    >>> counts.rewind_to(1); [part.tolist() for part in counts.arrays()]
-    [[3, 5], [0, 1]]
     """
 
     __slots__ = ("_count", "_ids", "_output", "_slots", "_tokens", "_total")
@@ -188,9 +184,7 @@ def greedy_tokens(logits: npt.NDArray[np.float32], tokens: int, banned: Ids | No
 
     logits  f32 [rows, V]; only the first `tokens` columns are real tokens
     banned  ids that may not be emitted in any of these rows
-    returns i64 [rows]
-
-    Errors: BackendError for NaN or infinite logits; UsageError if nothing is left.
+    returns i64 [rows]; errors as in `distribution`
     """
     real = logits[:, :tokens]
     if banned is not None and len(banned):
@@ -336,7 +330,6 @@ def coupled_token(
         raise ValueError(f"token {int(ids[-1])} is outside a vocabulary of {vocabulary}")
     if ids.size == 1:
         return int(ids[0])
-    noise = _noise(ids, seed, sample_index, position)
     winner, least = int(ids[0]), math.inf
     with np.errstate(over="ignore"):  # noise over a vanishing probability: infinite, and never the least
         for start in range(0, ids.size, _CHUNK):
@@ -366,8 +359,6 @@ def sample(distribution: Distribution, uniform: float) -> int:
 
 class RandomStream:
     """Uniform numbers in [0, 1) for the rejection mode, the same for the same (seed, sample index)."""
-
-    __slots__ = ("_generator",)
 
     def __init__(self, seed: int, sample_index: int = 0) -> None:
         self._generator = np.random.Philox(counter=_LANE_STREAM, key=seed | sample_index << _WORD)

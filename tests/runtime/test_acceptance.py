@@ -110,7 +110,7 @@ def test_the_point_mass_rule_is_one_draw_of_p():
 
 
 def test_tensorrt_llm_2789_a_draft_that_knows_fewer_ids():
-    """TensorRT-LLM#2789: ids 0..3 for the target, 0..1 for the draft: what the draft lacks has q = 0, both ways round."""
+    """TensorRT-LLM#2789: 4 ids for the target, 2 for the draft: what one lacks has probability 0, both ways round."""
     p, q = Distribution.from_dense([0.1, 0.2, 0.3, 0.4]), Distribution.from_dense([0.5, 0.5])
     left = residual(p, q)
     assert left.ids.tolist() == [2, 3]
@@ -214,7 +214,7 @@ def test_llama_cpp_5657_tiny_temperatures_accept_as_greedy_does(temperature):
 
 
 def test_coupled_drafts_are_accepted_more_often_than_independent_ones():
-    """The draft shares the target's noise: (1 - TV) / (1 + TV) at least, above the sum of p x q of independent draws."""
+    """The draft shares the target's noise: at least (1 - TV) / (1 + TV), independent draws only sum p q."""
     options = SamplingOptions(temperature=1.0)
     shared, own = (
         sum(speculative(options, seed, 30, 3, kind)[1] for seed in range(20)) for kind in ("coupled", "own noise")
