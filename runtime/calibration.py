@@ -48,24 +48,28 @@ class Calibration:
 
     @property
     def exactness(self) -> str:
-        """"bitwise", or "rounding" where no rule held."""
+        """ "bitwise", or "rounding" where no rule held."""
         return "rounding" if self.width_multiple is None else "bitwise"
 
     def cost(self, width: int) -> float:
         """Seconds of a run of `width` positions, interpolated between the measured ones."""
         widths = sorted(self.costs)
-        return float(np.interp(width, widths, [self.costs[w] for w in widths])) if width <= widths[-1] else (
-            self.costs[widths[-1]] * width / widths[-1]
+        return (
+            float(np.interp(width, widths, [self.costs[w] for w in widths]))
+            if width <= widths[-1]
+            else (self.costs[widths[-1]] * width / widths[-1])
         )
 
 
-def calibrate(bundle: Bundle, threads: int, open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration:
-    """The kept calibration of this bundle on this machine, or a new probe (under two seconds for small models).
+def calibrate(
+    bundle: Bundle, threads: int, open_session: Callable[[int, WidthRule], ModelSession], *, force: bool = False
+) -> Calibration:
+    """The kept calibration of this bundle on this machine, or a new probe (about two seconds for a small model).
 
-    `open_session(batch, rule)` opens a session of the bundle; it is called only when a probe is needed.
+    `open_session(batch, rule)` opens a session of the bundle; it is called only for a probe. `force`: probe anew.
     """
     path = _path(bundle, threads)
-    kept = _load(path)
+    kept = None if force else _load(path)
     if kept is not None:
         return kept
     found = probe(open_session)
@@ -82,7 +86,7 @@ def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration
     for multiple in MULTIPLES:
         session.width_rule = WidthRule(multiple=multiple)
         reference = _chain(session, tokens, 16)
-        if _holds(session, tokens, reference, lambda batch, rule=session.width_rule: open_session(batch, rule)):
+        if _holds(session, tokens, reference, open_session):
             found = multiple
             break
     session.width_rule = WidthRule(multiple=found or 1)
@@ -93,12 +97,12 @@ def _holds(
     session: ModelSession,
     tokens: list[int],
     reference: NDArray[np.float32],
-    open_batch: Callable[[int], ModelSession],
+    open_session: Callable[[int, WidthRule], ModelSession],
 ) -> bool:
     chains = (_chain(session, tokens, width) for width in PROBED_WIDTHS)
     if not all(np.array_equal(chain, reference) for chain in chains):
         return False
-    if session.ragged and not _ragged_holds(session, open_batch(len(RAGGED[0])), tokens):
+    if session.ragged and not _ragged_holds(session, open_session(len(RAGGED[0]), session.width_rule), tokens):
         return False
     if session.sizes.context < max(LONG_WIDTHS) + BASE:
         return True

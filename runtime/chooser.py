@@ -77,7 +77,9 @@ class Chooser:
         """The token that follows the prompt, from the prefill's logits f32 [1, V]."""
         return self.decide(EMPTY, logits, committed).next_token
 
-    def draft(self, logits: NDArray[np.float32], drafts: Sequence[int], committed: int) -> tuple[int, Distribution | None]:
+    def draft(
+        self, logits: NDArray[np.float32], drafts: Sequence[int], committed: int
+    ) -> tuple[int, Distribution | None]:
         """(next draft token, q it was drawn from or None) by a draft model's row f32 [V] after `drafts`.
 
         Under the rejection rule the token is drawn from the draft's own distribution q. Otherwise it is the draft's

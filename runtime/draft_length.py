@@ -1,6 +1,6 @@
-"""Chooses K, the number of draft tokens of a round, from what a run of each width costs and how drafts fared so far.
+"""Chooses K, the draft tokens of a round, from what a run of each width costs and how drafts fared so far.
 
-A round with K draft tokens commits E[K] = 1 + a1 + a1 a2 + ... + a1 .. aK tokens on average, where aj is the chance that
+A round with K draft tokens commits E[K] = 1 + a1 + a1 a2 + ... + a1 .. aK tokens on average, aj being the chance that
 the j-th stands if those before it do, and costs K step_cost + cost(K + 1). The best K has the largest E[K] a second:
 Leviathan et al. 2023, theorem 3.8, with a measured cost of each width instead of a constant one.
 """

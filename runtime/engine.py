@@ -10,9 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
-from specrun.runtime.backend import create_session, default_threads
+from specrun.runtime.backend import default_threads
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
@@ -24,7 +27,7 @@ from specrun.runtime.proposers import draft as draft_method
 from specrun.runtime.proposers import ngram as ngram_method
 from specrun.runtime.request import Request, request_options
 from specrun.runtime.result import Memory, Result
-from specrun.runtime.session import ModelSession, WidthRule, choose_graph
+from specrun.runtime.session import ModelSession, session_opener
 from specrun.runtime.stream import Stream
 from specrun.runtime.tokenizer import Tokenizer
 
@@ -61,11 +64,15 @@ class Engine:
         self.tokenizer = _tokenizer(bundle)
         if draft is not None:
             self.tokenizer.require_same_vocabulary(_tokenizer(draft))
-        self.target, self.calibration = open_model(bundle, self.threads, device, shared_cpu=draft is not None)
+        self._open_session = session_opener(bundle, self.threads, device, shared_cpu=draft is not None)
+        self.calibration = calibrate(bundle, self.threads, self._open_session)
+        self.target = self._open_session(1, self.calibration.rule)
         self._draft: ModelSession | None = None
         self._draft_calibration: Calibration | None = None
         if draft is not None:
-            self._draft, self._draft_calibration = open_model(draft, self.threads, device, shared_cpu=True)
+            open_draft = session_opener(draft, self.threads, device, shared_cpu=True)
+            self._draft_calibration = calibrate(draft, self.threads, open_draft)
+            self._draft = open_draft(1, self._draft_calibration.rule)
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._draft_tokens: list[int] = []
         self._table = self._new_table()
@@ -147,6 +154,28 @@ class Engine:
             self._table = self._new_table()
             self._planners.clear()
 
+    def recalibrate(self) -> Calibration:
+        """Probe this machine's widths anew and go by what is found."""
+        with self._exclusive():
+            self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True)
+            self.target.width_rule = self.calibration.rule
+            self._target_tokens = []
+            self._planners.clear()
+        return self.calibration
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Plain decoding's logits f32 [vocabulary] after `tokens`."""
+        with self._exclusive():
+            shared = self.prepare(tokens, len(tokens) + 1)
+            row: NDArray[np.float32] = self.target.prefill(tokens[shared:])[0].copy()
+            self._target_tokens = list(tokens)
+        return row
+
+    @property
+    def onnx_seconds(self) -> float:
+        """Seconds that all runs of target and draft spent inside ONNX Runtime so far."""
+        return self.target.onnx_seconds + (self._draft.onnx_seconds if self._draft else 0.0)
+
     def memory(self) -> Memory:
         """Bytes of weights and KV buffers as they stand."""
         draft = self._draft
@@ -222,7 +251,7 @@ class Engine:
         if request.method == "ngram":
             self._table.add_text(committed)
 
-    def _planner(self, request: Request, step_cost: float, priors: dict[int, tuple[float, ...]]) -> DraftLengthPlanner:
+    def _planner(self, request: Request, step_cost: float, priors: Mapping[int, Sequence[float]]) -> DraftLengthPlanner:
         key = (str(request.method), request.options.draft_length)
         if key not in self._planners:
             self._planners[key] = DraftLengthPlanner(
@@ -240,21 +269,6 @@ class Engine:
             yield
         finally:
             self.release()
-
-
-def open_model(
-    bundle: Bundle, threads: int, device: str = "cpu", *, shared_cpu: bool = False
-) -> tuple[ModelSession, Calibration]:
-    """A session that runs at the widths which the probe of this machine allows, and that probe's result."""
-    onnx_session = create_session(
-        bundle.path / choose_graph(bundle).file, threads=threads, device=device, shared_cpu=shared_cpu
-    )
-
-    def open_session(batch: int, rule: WidthRule) -> ModelSession:
-        return ModelSession(bundle, onnx_session, width_rule=rule, batch=batch)
-
-    calibration = calibrate(bundle, threads, open_session)
-    return open_session(1, calibration.rule), calibration
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:

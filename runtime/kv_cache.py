@@ -13,7 +13,7 @@ CAPACITY_STEP = 256
 
 
 class KVCache:
-    """Keys and values of every layer: [batch, kv_heads, capacity, head_dim], float32, appended to in place by the graph.
+    """Keys and values of every layer, f32 [batch, kv_heads, capacity, head_dim], appended to in place by the graph.
 
     `lengths[row]` is how many positions of a row are true. What lies behind is junk that the next run overwrites, so
     a rollback is only a smaller length.

@@ -15,7 +15,7 @@ after d1 .. dj. With a of the K accepted, a + 1 tokens are committed: the drafts
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from specrun.runtime.chooser import Chooser
@@ -26,7 +26,7 @@ from specrun.runtime.session import ModelSession
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`length`: the most tokens that may be committed, prompt included; `draft_length`: the most draft tokens a round."""
+    """`length`: the most committed tokens, prompt included; `draft_length`: the most draft tokens a round."""
 
     length: int
     draft_length: int
@@ -40,7 +40,7 @@ def speculate(
     committed: list[int],
     limits: Limits,
     stats: SpeculationStats,
-) -> Iterator[list[Token]]:
+) -> Generator[list[Token]]:
     """Yield the tokens of the prefill, then of each round, until an end-of-text id or the limit.
 
     committed: the prompt, extended in place. The target's cache holds a true prefix of it, shorter than the prompt.
@@ -70,7 +70,8 @@ def speculate(
         # accept
         outcome = chooser.decide(proposal, logits, length)
         tokens = [*proposal.tokens[: outcome.num_accepted], outcome.next_token]
-        sources: list[Source] = ["draft"] * outcome.num_accepted + [outcome.kind]
+        drafts: list[Source] = ["draft"] * outcome.num_accepted
+        sources = [*drafts, outcome.kind]
         ends = [index for index, token in enumerate(tokens) if token in limits.eos]
         if ends:  # what was decided beyond the end of the text does not count
             del tokens[ends[0] + 1 :], sources[ends[0] + 1 :]

@@ -47,6 +47,11 @@ class SpeculationStats:
     histogram: Counter[int] = field(default_factory=Counter)
 
     @property
+    def decided(self) -> int:
+        """Tokens emitted, the prefill's included, before a stop string took any back."""
+        return 1 + self.accepted + self.corrections + self.bonuses
+
+    @property
     def mean_accepted_tokens(self) -> float:
         """Tokens a target run (MAT), correction or bonus included; plain decoding has 1."""
         return (self.accepted + self.corrections + self.bonuses) / self.rounds if self.rounds else 0.0

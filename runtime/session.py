@@ -6,8 +6,9 @@ bound is bound once per width, so a run only rewrites a few small arrays in plac
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from specrun.models_cache.errors import BackendError, ContextLengthError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import GraphSpec
-from specrun.runtime.backend import build_features, first_line, onnxruntime
+from specrun.runtime.backend import build_features, create_session, first_line, onnxruntime
 from specrun.runtime.kv_cache import KVCache
 
 PREFILL_CHUNK = 256
@@ -71,6 +72,7 @@ class ModelSession:
         )
         self._frames: OrderedDict[tuple[int, int, int], _Frame] = OrderedDict()
         self._bias = np.zeros(0, np.float32)
+        self.onnx_seconds = 0.0
 
     @property
     def length(self) -> int:
@@ -104,10 +106,11 @@ class ModelSession:
 
         The result is a view that the next run at this width overwrites.
         """
-        return self.run_batch([tokens], rows=rows)[0]
+        logits: NDArray[np.float32] = self.run_batch([tokens], rows=rows)[0]
+        return logits
 
     def run_batch(self, tokens: Sequence[Sequence[int]], *, rows: int) -> NDArray[np.float32]:
-        """Append `tokens[row]` to each row, none for an idle one; logits f32 [batch, rows, vocabulary] of the last `rows`.
+        """Append `tokens[row]` to each row, none to an idle one; logits f32 [batch, rows, vocabulary] of the last ones.
 
         Rows may have different numbers of tokens where the build has `query_seqlens`; a row with n < `rows` tokens
         has its logits in the last n entries.
@@ -115,10 +118,13 @@ class ModelSession:
         frame = self._frame(max(map(len, tokens)), rows)
         lengths = self.cache.lengths
         frame.fill(tokens, lengths, rows)
+        start = time.perf_counter()
         try:
             self._onnx_session.run_with_iobinding(frame.binding)
         except Exception as error:  # onnxruntime raises classes of its own without a common base
-            raise BackendError(f"ONNX Runtime failed while running {self.bundle.manifest.name}: {first_line(error)}") from error
+            name = self.bundle.manifest.name
+            raise BackendError(f"ONNX Runtime failed while running {name}: {first_line(error)}") from error
+        self.onnx_seconds += time.perf_counter() - start
         for row, new in enumerate(tokens):
             lengths[row] += len(new)
         return frame.logits[:, :rows]
@@ -238,3 +244,15 @@ def choose_graph(bundle: Bundle) -> GraphSpec:
         if name in graphs and features.issuperset(graphs[name].requires):
             return graphs[name]
     raise BackendError(f"No graph of {bundle.manifest.name} runs on this ONNX Runtime: update it to 1.32 or newer.")
+
+
+def session_opener(
+    bundle: Bundle, threads: int, device: str = "cpu", *, shared_cpu: bool = False
+) -> Callable[[int, WidthRule], ModelSession]:
+    """Load the bundle's graph once; the result opens sessions over it: (batch, rule) -> ModelSession with its own KV.
+
+    shared_cpu: another model runs in turn on the same cores.
+    """
+    path = bundle.path / choose_graph(bundle).file
+    onnx_session = create_session(path, threads=threads, device=device, shared_cpu=shared_cpu)
+    return lambda batch, rule: ModelSession(bundle, onnx_session, width_rule=rule, batch=batch)

@@ -82,7 +82,7 @@ class Stream:
     def result(self) -> Result:
         """The whole result, or what there is of it if the stream was closed early."""
         if not self._done:
-            raise SpecrunError("The stream has not ended: read it to its end, or close it, before asking for its result.")
+            raise SpecrunError("The stream has not ended: read it to its end, or close it, before asking its result.")
         engine, sampling = self._engine, self._request.options.sampling
         return Result(
             text="".join(self._text),
@@ -168,8 +168,8 @@ class Stream:
                 yield piece
         finally:
             rounds.close()
-            stats = self._stats
-            stats.discarded = 1 + stats.accepted + stats.corrections + stats.bonuses - len(self._tokens) if emitted else 0
+            if emitted:
+                self._stats.discarded = self._stats.decided - len(self._tokens)
             engine.finish_request(request, committed)
 
     def _piece(self, text: str, settled: int) -> Piece:

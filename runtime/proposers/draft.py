@@ -14,11 +14,16 @@ PRIORS = {0: (0.6, 0.6, 0.6, 0.6)}
 
 
 class DraftProposer:
-    """Runs `session`, the draft, from the tokens it has not seen yet. `chooser` gives its tokens the request's sampling."""
+    """Runs `session`, the draft, over what it has not seen yet. `chooser` applies the request's sampling.
+
+    known: the tokens that the draft's cache holds from the request before.
+    """
 
     name = "draft"
 
-    def __init__(self, session: ModelSession, chooser: Chooser, planner: DraftLengthPlanner, known: Sequence[int]) -> None:
+    def __init__(
+        self, session: ModelSession, chooser: Chooser, planner: DraftLengthPlanner, known: Sequence[int]
+    ) -> None:
         self._session = session
         self._chooser = chooser
         self._planner = planner

@@ -19,7 +19,7 @@ PRIORS = {
 
 
 class NgramProposer:
-    """Copies from the prompt, the text so far and earlier texts of `table`; as many tokens as `planner` finds worth it."""
+    """Copies from the texts of `table`, the current one first; as many tokens as `planner` finds worth it."""
 
     name = "ngram"
 
@@ -34,7 +34,7 @@ class NgramProposer:
         self._table.extend(prompt_tokens)
 
     def propose(self, committed: Sequence[int], limit: int) -> Proposal:
-        """At most `limit` tokens after the longest match; EMPTY without one, or where it would cost more than it gives."""
+        """At most `limit` tokens after the longest match; EMPTY without one, or where it would not pay."""
         self._table.extend(committed[len(self._table) :])
         match = self._table.lookup(limit)
         if match is None or not match.tokens:

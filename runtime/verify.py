@@ -1,0 +1,117 @@
+"""Proves on this machine that speculation does not change the text: every method and K against plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from specrun.models_cache.errors import UsageError
+from specrun.models_cache.progress import Progress, no_progress
+from specrun.runtime.engine import Engine, Prompt, shared_prefix
+from specrun.runtime.request import METHODS
+
+DRAFT_LENGTHS: Final = (1, 2, 3, 4, 5, 8, 16)
+SAMPLINGS: Final[dict[str, dict[str, Any]]] = {
+    "greedy": {},
+    "coupled": {"temperature": 0.8, "top_p": 0.95, "seed": 20240229},
+}
+PROMPTS: Final = (
+    "List the days of the week, then list them again in the same order.",
+    "Translate to French, then repeat the English: The cat sat on the mat. The dog sat on the log.",
+    "Write a Python function that adds two numbers, and one that subtracts them.",
+    "Natalia sold clips to 48 friends in April and half as many in May. How many did she sell in all?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyCase:
+    """One method, draft length and kind of sampling over all prompts.
+
+    draft_length: 0 stands for the adaptive one. tokens: how many were compared. difference: where and by how much the
+    first unequal text differs, None if all are equal.
+    """
+
+    method: str
+    draft_length: int
+    sampling: str
+    prompts: int
+    tokens: int
+    equal: bool
+    difference: str | None
+
+
+def verify(
+    engine: Engine,
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    methods: Sequence[str] | None = None,
+    draft_lengths: Sequence[int] = DRAFT_LENGTHS,
+    max_tokens: int = 64,
+    progress: Progress | None = None,
+) -> Iterator[VerifyCase]:
+    """Yield a case for every method x draft length (and the adaptive one) x {greedy, coupled}, as they are done.
+
+    The width probe is run anew first. prompts: a built-in set by default. methods: all that the engine has by default.
+    """
+    report = progress or no_progress
+    prompts = PROMPTS if prompts is None else prompts
+    methods = methods or [method for method in METHODS if method != "none" and (method != "draft" or engine.has_draft)]
+    unknown = sorted(set(methods) - set(METHODS))
+    if unknown:
+        raise UsageError(f"Unknown method '{unknown[0]}': choose from {', '.join(METHODS)}.")
+    if not prompts:
+        raise UsageError("There is no prompt to verify with: give a file with at least one.")
+    report("Probing widths", 0, None)
+    engine.recalibrate()
+    for sampling, options in SAMPLINGS.items():
+        engine.reset()
+        expected = []
+        for index, prompt in enumerate(prompts):
+            report(f"Plain decoding, {sampling}", index, len(prompts))
+            expected.append(_tokens(engine, prompt, max_tokens, method="none", **options))
+        for method in methods:
+            for draft_length in (*draft_lengths, 0):
+                yield _case(engine, prompts, expected, method, draft_length, sampling, max_tokens, report)
+
+
+def _case(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    expected: Sequence[tuple[int, ...]],
+    method: str,
+    draft_length: int,
+    sampling: str,
+    max_tokens: int,
+    report: Progress,
+) -> VerifyCase:
+    compared = 0
+    for index, (prompt, wanted) in enumerate(zip(prompts, expected, strict=True)):
+        report(f"{method}, K = {draft_length or 'adaptive'}, {sampling}", index, len(prompts))
+        got = _tokens(
+            engine, prompt, max_tokens, method=method, draft_length=draft_length or None, **SAMPLINGS[sampling]
+        )
+        compared += len(wanted)
+        if got != wanted:
+            text = f"prompt {index + 1}: {describe_difference(engine, prompt, wanted, got)}"
+            return VerifyCase(method, draft_length, sampling, len(prompts), compared, False, text)
+    return VerifyCase(method, draft_length, sampling, len(prompts), compared, True, None)
+
+
+def describe_difference(engine: Engine, prompt: Prompt, wanted: Sequence[int], got: Sequence[int]) -> str:
+    """Where two texts part, and the gap of the two tokens' logits in plain decoding."""
+    at = shared_prefix(wanted, got)
+    pair = [ids[at] if at < len(ids) else None for ids in (wanted, got)]
+    names = [f"{token} {engine.tokenizer.token_text(token)!r}" if token is not None else "the end" for token in pair]
+    text = f"token {at + 1} is {names[0]} in plain decoding and {names[1]} here"
+    if None not in pair:
+        logits = engine.logits([*engine.encode(prompt), *wanted[:at]])
+        gap = float(np.subtract(*logits[np.array(pair)]))
+        text += f" (their logits differ by {gap:.3g})"
+    return text
+
+
+def _tokens(engine: Engine, prompt: Prompt, max_tokens: int, **options: Any) -> tuple[int, ...]:
+    return engine.generate(prompt, max_tokens=max_tokens, **options).token_ids
