@@ -34,8 +34,8 @@ def sentencepiece_tokenizer(model: bytes, added: dict[str, Any]) -> tuple[str, i
     Raises IntegrityError for a file that is cut, UnsupportedModelError for a word or character model.
     """
     pieces: list[tuple[str, float, int]] = []
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
+    trainer: dict[int, Any] | None = None
+    normalizer: dict[int, Any] | None = None
     try:
         for number, value in _fields(model):
             if number == _PIECES:
@@ -48,8 +48,8 @@ def sentencepiece_tokenizer(model: bytes, added: dict[str, Any]) -> tuple[str, i
                 normalizer = dict(_fields(value))
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         raise IntegrityError("tokenizer.model is cut or is not a SentencePiece model: fetch the file again") from error
-    if not pieces:
-        raise IntegrityError("tokenizer.model holds no tokens: fetch the file again")
+    if not pieces or trainer is None or normalizer is None:
+        raise IntegrityError("tokenizer.model is cut: fetch the file again")
     kind = trainer.get(_TRAINER_MODEL_TYPE, _UNIGRAM)
     if kind not in (_UNIGRAM, _BPE):
         raise UnsupportedModelError(
