@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import click
 
+from specrun.cli.output import ProgressLine, echo_json, progress_line
 from specrun.models_cache import (
     Bundle,
     IntegrityError,
@@ -19,32 +18,6 @@ from specrun.models_cache import (
     scan_bundles,
     verify_bundle,
 )
-
-
-class _ProgressLine:
-    """Shows progress on stderr: one line that is redrawn on a terminal, else one line for each label."""
-
-    def __init__(self) -> None:
-        self._label = ""
-        self._shown = ""
-        self._terminal = sys.stderr.isatty()
-
-    def __call__(self, label: str, done: int, total: int | None) -> None:
-        if not self._terminal:
-            if label != self._label:
-                click.echo(label, err=True)
-            self._label = label
-            return
-        share = f" {100 * done // total}%" if total else f" {done / 1e6:.1f} MB" if done else ""
-        if (text := label + share) != self._shown:
-            click.echo(f"\r\x1b[K{text}", err=True, nl=False)
-            self._shown = text
-
-    def close(self) -> None:
-        """End the line that is being redrawn."""
-        if self._shown:
-            click.echo("\r\x1b[K", err=True, nl=False)
-            self._shown = ""
 
 
 @click.group()
@@ -62,7 +35,7 @@ def list_command(as_json: bool) -> None:
             {"name": e.name, "path": str(e.path), "problem": e.problem, **(_facts(e.bundle) if e.bundle else {})}
             for e in entries
         ]
-        click.echo(json.dumps({"root": str(cache_root()), "models": rows}, ensure_ascii=False))
+        echo_json({"root": str(cache_root()), "models": rows})
         return
     if not entries:
         click.echo(f"no models in {models_dir()}; `specrun models pull smollm2-135m` gets one", err=True)
@@ -93,7 +66,7 @@ def _facts(bundle: Bundle) -> dict[str, Any]:
 @models.command("pull")
 @click.argument("source", metavar="NAME|SOURCE")
 @click.option("--name", help="Keep the model under this name.")
-@click.option("--precision", help="int8, int4, fp32, fp16 or source; the exporter's default otherwise.")
+@click.option("--precision", help="int8 (default), int4, fp32, or source: a GGUF file's own blocks.")
 @click.option("--force", is_flag=True, help="Get and export it anew even if it is here already.")
 def pull_command(source: str, name: str | None, precision: str | None, force: bool) -> None:
     """Get a model and export it into the cache; prints the path of its bundle.
@@ -101,13 +74,10 @@ def pull_command(source: str, name: str | None, precision: str | None, force: bo
     SOURCE is a known name (smollm2-135m), a folder of safetensors weights, a .gguf file, or a hub repository
     (ORG/NAME, ORG/NAME/FILE.gguf).
     """
-    from specrun.export import export_bundle
+    from specrun.export.bundle import export_bundle
 
-    progress = _ProgressLine()
-    try:
+    with progress_line() as progress:
         bundle = export_bundle(source, name=name, precision=precision, force=force, progress=progress)
-    finally:
-        progress.close()
     click.echo(str(bundle.path))
 
 
@@ -123,9 +93,8 @@ def path_command(name: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify_command(name: str | None, as_json: bool) -> None:
     """Read every file of a model (of all models without NAME) and compare it with its digest."""
-    progress = _ProgressLine()
     rows: list[dict[str, Any]] = []
-    try:
+    with progress_line() as progress:
         if name is not None:
             rows.append(_verified(find_bundle(name, check=False), progress))
         for entry in scan_bundles() if name is None else ():
@@ -134,11 +103,9 @@ def verify_command(name: str | None, as_json: bool) -> None:
             except ManifestError as error:
                 problems = [{"file": None, "problem": str(error)}]
                 rows.append({"name": entry.name, "path": str(entry.path), "ok": False, "problems": problems})
-    finally:
-        progress.close()
     bad = [row for row in rows if not row["ok"]]
     if as_json:
-        click.echo(json.dumps({"ok": not bad, "models": rows}, ensure_ascii=False))
+        echo_json({"ok": not bad, "models": rows})
     else:
         for row in rows:
             click.echo(f"{row['name']}  {'ok' if row['ok'] else 'damaged'}")
@@ -149,7 +116,7 @@ def verify_command(name: str | None, as_json: bool) -> None:
         raise IntegrityError(f"damaged: {names}; run `specrun models pull NAME --force` to replace a model")
 
 
-def _verified(bundle: Bundle, progress: _ProgressLine) -> dict[str, Any]:
+def _verified(bundle: Bundle, progress: ProgressLine) -> dict[str, Any]:
     problems = verify_bundle(bundle, progress)
     return {
         "name": bundle.manifest.name,

@@ -1,0 +1,122 @@
+"""`specrun generate`: one prompt, one answer (or several samples of it)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specrun.cli.interrupt import cancel_on_interrupt
+from specrun.cli.opening import open_engine
+from specrun.cli.options import engine_values, request_values, writing_options
+from specrun.cli.output import coloured, echo_json, end_text, note, stats_line, use_colour, waiting, write_text
+
+if TYPE_CHECKING:
+    from specrun.runtime import Engine, Result
+
+
+@click.command()
+@click.argument("prompt", required=False, metavar="[PROMPT|-]")
+@click.option("--file", "-f", type=click.Path(exists=True, dir_okay=False), help="Read the prompt from this file.")
+@writing_options
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Write so many samples (default 1).")
+@click.option("--logprobs", type=int, metavar="N", help="With --json: log-probabilities of each token and the N likeliest.")
+@click.option("--tokens", is_flag=True, help="With --json: list the tokens and where each came from.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when all is written.")
+def generate(
+    prompt: str | None,
+    file: str | None,
+    raw: bool,
+    system: str | None,
+    samples: int,
+    logprobs: int | None,
+    tokens: bool,
+    ngrams: str | None,
+    color: bool,
+    stats: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Answer PROMPT; the text streams to stdout as it comes.
+
+    PROMPT - reads stdin, and so does no PROMPT when stdin is not a terminal. One newline at the end of stdin or of
+    --file is dropped. Ctrl-C ends the text where it is (exit code 130).
+
+    \b
+    Examples:
+      specrun generate "Write a haiku about tides."
+      specrun generate --file notes.txt --max-tokens 200 --stats
+      echo "def add(a, b):" | specrun generate --raw -
+      specrun generate --temperature 0.8 --seed 1 --n 3 "Name a colour."
+      specrun generate --json --tokens "Say hello." | jq .speculation
+
+    With --json and --n above 1 the object is {"samples": [...]}, with one object for each sample.
+    """
+    from specrun.models_cache.errors import UsageError
+    from specrun.runtime.request import request_options
+
+    request = {**request_values(values), "system": system, "raw": raw, "logprobs": logprobs}
+    if not as_json and (tokens or logprobs is not None):
+        raise UsageError("--tokens and --logprobs are shown in JSON only: add --json.")
+    if request_options(**request).options.sampling.greedy and samples > 1:
+        raise UsageError(f"Without sampling all {samples} samples are the same: add --temperature 0.8, say.")
+    text = _prompt(prompt, file)
+    objects = []
+    interrupted = False
+    with open_engine(**engine_values(values)) as engine:
+        if ngrams is not None and Path(ngrams).exists():
+            engine.load_ngrams(Path(ngrams))
+        for index in range(samples):
+            if index and not as_json:
+                write_text("\n")
+            result, interrupted = _write(engine, text, {**request, "sample_index": index}, not as_json, use_colour(color))
+            request["seed"] = result.seed
+            if stats:
+                note(stats_line(result, request["sampling"]))
+            listed = tokens or logprobs is not None
+            texts = [engine.tokenizer.token_text(token.id) for token in result.tokens] if listed else None
+            objects.append(result.to_json(texts))
+            if interrupted:
+                break
+        if ngrams is not None:
+            engine.save_ngrams(Path(ngrams))
+    if as_json:
+        echo_json(objects[0] if samples == 1 else {"samples": objects})
+    if interrupted:
+        raise click.exceptions.Exit(130)
+
+
+def _write(engine: Engine, prompt: str, request: dict[str, Any], show: bool, colour: bool) -> tuple[Result, bool]:
+    """Run one request, showing its text as it comes; the result and whether Ctrl-C ended it."""
+    stream = engine.stream(prompt, **request)
+    with cancel_on_interrupt(stream) as interrupt:
+        with waiting(f"reading the prompt ({len(stream.prompt_tokens)} tokens)"):
+            piece = next(stream, None)
+        while piece is not None:
+            if show and piece.text:
+                write_text(coloured(piece) if colour else piece.text)
+            piece = next(stream, None)
+    if show:
+        end_text(stream.result.text)
+    return stream.result, interrupt.came
+
+
+def _prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt's text, from one of its three places."""
+    from specrun.models_cache.errors import UsageError
+
+    if prompt is not None and file is not None:
+        raise UsageError("Give either PROMPT or --file, not both.")
+    if prompt not in (None, "-"):
+        return str(prompt)
+    stdin = click.get_binary_stream("stdin")
+    if file is None and prompt is None and stdin.isatty():
+        raise UsageError('No prompt: give it as in `specrun generate "Hello"`, with --file, or on stdin.')
+    data = Path(file).read_bytes() if file is not None else stdin.read()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"The prompt is not UTF-8 text (at byte {error.start}): convert it first.") from None
+    return text.removesuffix("\n").removesuffix("\r")

@@ -1,0 +1,126 @@
+"""Options that several commands share, declared once; their names are those of `Engine.load` and `Engine.stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MAX_TOKENS = 512
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_ENGINE: tuple[Decorator, ...] = (
+    click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, help="A model's name, or its folder."),
+    click.option(
+        "--draft", "--draft-model", "-md", metavar="NAME|PATH", help="A smaller model with the same tokenizer that drafts."
+    ),
+    click.option("--threads", type=int, help="Processor threads; by default one for each core."),
+    click.option("--device", default="cpu", show_default=True, help="Where the model runs; so far cpu only."),
+    click.option("--context", type=int, help="Use at most so many positions of the model's context."),
+    click.option("--yes", is_flag=True, help=f"Get {DEFAULT_MODEL} without asking if it is not here yet."),
+)
+
+_SPECULATION: tuple[Decorator, ...] = (
+    click.option(
+        "--method",
+        help="How to draft: none, ngram (repeats of what was read or written) or draft (a draft model). "
+        "By default draft with --draft, else ngram. The text is the same with each.",
+    ),
+    click.option(
+        "--draft-length",
+        "-k",
+        "--num-draft-tokens",
+        "--draft-max",
+        "draft_length",
+        type=int,
+        metavar="K",
+        help="Draft tokens a round; by default as many as pay.",
+    ),
+    click.option(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, show_default=True, help="Write at most so many tokens."
+    ),
+    click.option("--min-tokens", type=int, default=0, show_default=True, help="Do not end before so many tokens."),
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times. Bash: $'\\n'."
+    ),
+)
+
+_SAMPLING: tuple[Decorator, ...] = (
+    click.option(
+        "--temperature", type=float, default=0.0, show_default=True, help="0 takes the most probable token (greedy)."
+    ),
+    click.option("--top-k", type=int, default=0, help="Keep the k most probable tokens; 0 is off (default)."),
+    click.option("--top-p", type=float, default=1.0, help="Keep the fewest tokens that reach p; 1 is off (default)."),
+    click.option("--min-p", type=float, default=0.0, help="Keep tokens with p times the largest probability; 0 is off."),
+    click.option("--repetition-penalty", type=float, default=1.0, help="Of prompt and output; 1 is off (default)."),
+    click.option("--presence-penalty", type=float, default=0.0, help="Of the output, -2 to 2; 0 is off (default)."),
+    click.option("--frequency-penalty", type=float, default=0.0, help="Of the output, -2 to 2; 0 is off (default)."),
+    click.option("--seed", type=int, help="Same seed, same text; by default drawn anew and shown by --stats."),
+    click.option(
+        "--sampling",
+        type=click.Choice(["coupled", "rejection"]),
+        default="coupled",
+        show_default=True,
+        help="coupled: the seed decides the text whatever the method. rejection: exact in distribution.",
+    ),
+)
+
+_SYSTEM: tuple[Decorator, ...] = (click.option("--system", metavar="TEXT", help="System message."),)
+
+_SHOWING: tuple[Decorator, ...] = (
+    click.option(
+        "--ngrams",
+        type=click.Path(dir_okay=False),
+        metavar="FILE",
+        help="Draft from the texts kept in this file too, and keep this run's text there.",
+    ),
+    click.option("--color", is_flag=True, help="Show accepted draft tokens in green, on a terminal without NO_COLOR."),
+    click.option("--stats", is_flag=True, help="Print a line of figures to stderr."),
+)
+
+_ENGINE_NAMES = ("model", "draft", "threads", "device", "context", "yes")
+_REQUEST_NAMES = (
+    "method",
+    "draft_length",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "sampling",
+)
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--model, --draft, --threads, --device, --context, --yes."""
+    return _decorated(command, _ENGINE)
+
+
+def writing_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Everything that `generate` and `chat` share."""
+    return _decorated(command, _ENGINE[:2] + _SPECULATION + _SAMPLING + _SYSTEM + _SHOWING + _ENGINE[2:])
+
+
+def engine_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that `open_engine` takes."""
+    return {name: values[name] for name in _ENGINE_NAMES}
+
+
+def request_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that `Engine.stream` and `ChatSession.send` take."""
+    return {name: values[name] for name in _REQUEST_NAMES}
+
+
+def _decorated(command: Callable[..., Any], decorators: tuple[Decorator, ...]) -> Callable[..., Any]:
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command

@@ -1,0 +1,132 @@
+"""What all commands share in how they print: progress and waiting on stderr, JSON on stdout, a line of statistics."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from specrun.runtime.result import Result
+    from specrun.runtime.stream import Piece
+
+_CLEAR = "\r\x1b[K"
+_PATIENCE_S = 1.0
+
+
+class ProgressLine:
+    """Shows progress on stderr: one line that is redrawn on a terminal, else one line for each label.
+
+    Its calls are those of `specrun.models_cache.progress.Progress`; `used` says whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.used = False
+        self._label = ""
+        self._shown = ""
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, label: str, done: int, total: int | None) -> None:
+        self.used = True
+        if not self._terminal:
+            if label != self._label:
+                click.echo(label, err=True)
+            self._label = label
+            return
+        share = f" {100 * done // total}%" if total else f" {done / 1e6:.1f} MB" if done else ""
+        if (text := label + share) != self._shown:
+            click.echo(f"{_CLEAR}{text}", err=True, nl=False)
+            self._shown = text
+
+    def close(self) -> None:
+        """Remove the line that is being redrawn."""
+        if self._shown:
+            click.echo(_CLEAR, err=True, nl=False)
+            self._shown = ""
+
+
+@contextmanager
+def progress_line() -> Iterator[ProgressLine]:
+    """A progress line that is removed at the end."""
+    line = ProgressLine()
+    try:
+        yield line
+    finally:
+        line.close()
+
+
+@contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """Say what is going on if it takes more than a second; on a terminal the line goes away afterwards."""
+    line = ProgressLine()
+    timer = threading.Timer(_PATIENCE_S, line, (label, 0, None))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        line.close()
+
+
+def echo_json(value: Any) -> None:
+    """Print one JSON object on a line of its own."""
+    utf8 = (sys.stdout.encoding or "").lower().startswith("utf")
+    click.echo(json.dumps(value, ensure_ascii=not utf8))
+
+
+def note(text: str) -> None:
+    """Say something on stderr."""
+    click.echo(text, err=True)
+
+
+def write_text(text: str) -> None:
+    """Write generated text to stdout as it is, at once; `click.echo` would take escape sequences out of it."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def end_text(text: str) -> None:
+    """End generated text with a newline unless it is empty or has one."""
+    if text and not text.endswith("\n"):
+        write_text("\n")
+
+
+def use_colour(asked: bool) -> bool:
+    """Whether to colour stdout: if asked for, on a terminal, and without NO_COLOR in the environment."""
+    return asked and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def coloured(piece: Piece) -> str:
+    """The text of a piece, green where accepted draft tokens brought it."""
+    if piece.text and piece.tokens and all(token.source == "draft" for token in piece.tokens):
+        return click.style(piece.text, fg="green")
+    return piece.text
+
+
+def stats_line(result: Result, sampling: str) -> str:
+    """The line of `--stats`."""
+    counts, rate = result.speculation, result.to_json()["timings"]["decode_tokens_per_s"]
+    exact = "bit-equal to plain decoding" if result.exactness == "bitwise" else "equal to plain decoding up to rounding"
+    if result.seed is not None and sampling == "rejection" and result.method != "none":
+        exact = "exact in distribution"
+    memory = result.memory
+    parts = [
+        f"{result.usage.completion_tokens} tokens",
+        f"{rate:.1f} tokens/s",
+        f"MAT {counts.mean_accepted_tokens:.2f}",
+        f"acceptance {counts.acceptance_rate:.0%} ({counts.accepted} of {counts.evaluated})",
+        f"method {result.method}",
+        exact,
+        f"{(memory.weights_bytes + memory.kv_target_bytes + memory.kv_draft_bytes) / 1e6:.0f} MB",
+    ]
+    if result.seed is not None:
+        parts.append(f"seed {result.seed}")
+    return ", ".join(parts)
