@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from specrun.cli.interrupt import cancel_on_interrupt
+from specrun.cli.answer import show_answer
 from specrun.cli.opening import open_engine
 from specrun.cli.options import engine_values, request_values, writing_options
-from specrun.cli.output import coloured, echo_json, end_text, note, stats_line, use_colour, waiting, write_text
-
-if TYPE_CHECKING:
-    from specrun.runtime import Engine, Result
+from specrun.cli.output import echo_json, is_terminal, note, stats_line, use_colour, write_text
 
 
 @click.command()
@@ -22,7 +20,9 @@ if TYPE_CHECKING:
 @writing_options
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Write so many samples (default 1).")
-@click.option("--logprobs", type=int, metavar="N", help="With --json: log-probabilities of each token and the N likeliest.")
+@click.option(
+    "--logprobs", type=int, metavar="N", help="With --json: log-probabilities of each token and the N likeliest."
+)
 @click.option("--tokens", is_flag=True, help="With --json: list the tokens and where each came from.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when all is written.")
 def generate(
@@ -71,7 +71,8 @@ def generate(
         for index in range(samples):
             if index and not as_json:
                 write_text("\n")
-            result, interrupted = _write(engine, text, {**request, "sample_index": index}, not as_json, use_colour(color))
+            stream = engine.stream(text, **{**request, "sample_index": index})
+            result, interrupted = show_answer(stream, show=not as_json, colour=use_colour(color))
             request["seed"] = result.seed
             if stats:
                 note(stats_line(result, request["sampling"]))
@@ -88,21 +89,6 @@ def generate(
         raise click.exceptions.Exit(130)
 
 
-def _write(engine: Engine, prompt: str, request: dict[str, Any], show: bool, colour: bool) -> tuple[Result, bool]:
-    """Run one request, showing its text as it comes; the result and whether Ctrl-C ended it."""
-    stream = engine.stream(prompt, **request)
-    with cancel_on_interrupt(stream) as interrupt:
-        with waiting(f"reading the prompt ({len(stream.prompt_tokens)} tokens)"):
-            piece = next(stream, None)
-        while piece is not None:
-            if show and piece.text:
-                write_text(coloured(piece) if colour else piece.text)
-            piece = next(stream, None)
-    if show:
-        end_text(stream.result.text)
-    return stream.result, interrupt.came
-
-
 def _prompt(prompt: str | None, file: str | None) -> str:
     """The prompt's text, from one of its three places."""
     from specrun.models_cache.errors import UsageError
@@ -111,10 +97,9 @@ def _prompt(prompt: str | None, file: str | None) -> str:
         raise UsageError("Give either PROMPT or --file, not both.")
     if prompt not in (None, "-"):
         return str(prompt)
-    stdin = click.get_binary_stream("stdin")
-    if file is None and prompt is None and stdin.isatty():
+    if file is None and prompt is None and is_terminal(sys.stdin):
         raise UsageError('No prompt: give it as in `specrun generate "Hello"`, with --file, or on stdin.')
-    data = Path(file).read_bytes() if file is not None else stdin.read()
+    data = Path(file).read_bytes() if file is not None else sys.stdin.buffer.read()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

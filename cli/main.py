@@ -16,10 +16,10 @@ COMMANDS = ("generate", "chat", "export", "models", "verify", "check", "bench")
 INTERRUPTED = 130
 
 
-class _Failure(click.ClickException):
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+class _WrongUsage(click.ClickException):
+    """Said as a failure is, without the usage line: the message names the option and the fix."""
+
+    exit_code = 2
 
 
 class _Specrun(click.Group):
@@ -79,18 +79,21 @@ def _failure(error: Exception) -> click.ClickException:
     from specrun.models_cache.errors import SpecrunError
 
     if isinstance(error, SpecrunError):
-        return _Failure(_sentence(str(error)), error.exit_code)
+        kind = _WrongUsage if error.exit_code == _WrongUsage.exit_code else click.ClickException
+        return kind(_sentence(str(error)))
     if isinstance(error, MemoryError):
-        return _Failure("Not enough memory: choose a smaller model or a smaller --context.", 1)
+        return click.ClickException("Not enough memory: choose a smaller model or a smaller --context.")
     if isinstance(error, OSError) and error.strerror:
-        return _Failure(_sentence(": ".join(str(part) for part in (error.filename, error.strerror) if part)), 1)
+        return click.ClickException(
+            _sentence(": ".join(str(part) for part in (error.filename, error.strerror) if part))
+        )
     what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-    return _Failure(f"Unexpected {what}. Run again with SPECRUN_DEBUG=1 to see where, and report it.", 1)
+    return click.ClickException(f"Unexpected {what}. Run again with SPECRUN_DEBUG=1 to see where, and report it.")
 
 
 def _sentence(text: str) -> str:
     text = text.strip() or "unknown error"
-    return text[0].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 @click.group(cls=_Specrun, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from specrun.cli.options import DEFAULT_MODEL
-from specrun.cli.output import note, progress_line, waiting
+from specrun.cli.output import is_terminal, note, progress_line, waiting
 
 if TYPE_CHECKING:
     from specrun.models_cache import Bundle
@@ -44,7 +44,7 @@ def ensure_model(name: str, *, yes: bool = False) -> Bundle:
         if name != DEFAULT_MODEL:
             raise
         size = next(row.size for row in REGISTRY if row.name == DEFAULT_MODEL)
-        if not yes and sys.stdin.isatty() and sys.stderr.isatty():
+        if not yes and is_terminal(sys.stdin) and is_terminal(sys.stderr):
             question = f"{name} is not here yet: pull it now? ({size / 1e6:.0f} MB)"
             if not click.confirm(question, default=True, err=True):
                 raise

@@ -15,7 +15,11 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _ENGINE: tuple[Decorator, ...] = (
     click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, help="A model's name, or its folder."),
     click.option(
-        "--draft", "--draft-model", "-md", metavar="NAME|PATH", help="A smaller model with the same tokenizer that drafts."
+        "--draft",
+        "--draft-model",
+        "-md",
+        metavar="NAME|PATH",
+        help="A smaller model with the same tokenizer that drafts.",
     ),
     click.option("--threads", type=int, help="Processor threads; by default one for each core."),
     click.option("--device", default="cpu", show_default=True, help="Where the model runs; so far cpu only."),
@@ -54,7 +58,9 @@ _SAMPLING: tuple[Decorator, ...] = (
     ),
     click.option("--top-k", type=int, default=0, help="Keep the k most probable tokens; 0 is off (default)."),
     click.option("--top-p", type=float, default=1.0, help="Keep the fewest tokens that reach p; 1 is off (default)."),
-    click.option("--min-p", type=float, default=0.0, help="Keep tokens with p times the largest probability; 0 is off."),
+    click.option(
+        "--min-p", type=float, default=0.0, help="Keep tokens with p times the largest probability; 0 is off."
+    ),
     click.option("--repetition-penalty", type=float, default=1.0, help="Of prompt and output; 1 is off (default)."),
     click.option("--presence-penalty", type=float, default=0.0, help="Of the output, -2 to 2; 0 is off (default)."),
     click.option("--frequency-penalty", type=float, default=0.0, help="Of the output, -2 to 2; 0 is off (default)."),

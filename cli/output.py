@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 _CLEAR = "\r\x1b[K"
 _PATIENCE_S = 1.0
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody sits at a stream, which is None where the process has none."""
+    return stream is not None and stream.isatty()
 
 
 class ProgressLine:
@@ -30,7 +35,7 @@ class ProgressLine:
         self.used = False
         self._label = ""
         self._shown = ""
-        self._terminal = sys.stderr.isatty()
+        self._terminal = is_terminal(sys.stderr)
 
     def __call__(self, label: str, done: int, total: int | None) -> None:
         self.used = True
@@ -43,6 +48,11 @@ class ProgressLine:
         if (text := label + share) != self._shown:
             click.echo(f"{_CLEAR}{text}", err=True, nl=False)
             self._shown = text
+
+    def on_terminal(self, label: str, done: int, total: int | None) -> None:
+        """Report to a terminal only: for work whose results are printed as they come."""
+        if self._terminal:
+            self(label, done, total)
 
     def close(self) -> None:
         """Remove the line that is being redrawn."""
@@ -101,7 +111,7 @@ def end_text(text: str) -> None:
 
 def use_colour(asked: bool) -> bool:
     """Whether to colour stdout: if asked for, on a terminal, and without NO_COLOR in the environment."""
-    return asked and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return asked and is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
 
 
 def coloured(piece: Piece) -> str:

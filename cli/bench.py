@@ -1,0 +1,121 @@
+"""`specrun bench`: methods timed against the fastest plain loop."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specrun.cli.opening import open_engine
+from specrun.cli.options import engine_options, engine_values
+from specrun.cli.output import echo_json, note, progress_line
+from specrun.cli.types import names
+
+if TYPE_CHECKING:
+    from specrun.runtime.bench import BenchPrompt, Summary
+
+
+@click.command()
+@engine_options
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE.jsonl",
+    help="A prompt a line: objects with turns, prompt or messages, and category. By default four built-in prompts.",
+)
+@click.option("--per-category", type=click.IntRange(min=1), metavar="N", help="Only the first N of each category.")
+@click.option(
+    "--methods",
+    type=names,
+    metavar="NAME,...",
+    default="none,ngram",
+    show_default=True,
+    help="Methods; ngram:4 fixes K to 4.",
+)
+@click.option("--draft-length", "-k", type=click.IntRange(min=1), metavar="K", help="K of methods without one.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens of each text.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each; the median counts."
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.jsonl",
+    help="Keep each run here; a second call goes on where the first one stopped.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench(
+    prompts_file: Path | None,
+    per_category: int | None,
+    methods: tuple[str, ...],
+    draft_length: int | None,
+    max_tokens: int,
+    repeats: int,
+    output: Path | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Time methods on this machine, in turn, prompt by prompt.
+
+    The baseline is plain decoding at its fastest, which gives up exactness; "none" is exact plain decoding. `ratio` is
+    how much faster than the baseline a method writes a token; `equal` whether its texts are those of "none".
+
+    \b
+    Examples:
+      specrun bench
+      specrun bench --methods none,ngram,ngram:4 --max-tokens 64 --repeats 1
+      specrun bench --prompts questions.jsonl --per-category 2 --output runs.jsonl
+    """
+    from specrun.runtime.bench import environment, load_prompts, run_bench, summarise
+
+    prompts = load_prompts(prompts_file, per_category=per_category) if prompts_file is not None else _built_in()
+    with open_engine(**engine_values(values)) as engine, progress_line() as progress:
+        runs = run_bench(
+            engine,
+            prompts,
+            methods=methods,
+            draft_length=draft_length,
+            max_tokens=max_tokens,
+            repeats=repeats,
+            output=output,
+            progress=progress,
+        )
+        settings = environment(engine)
+    rows = summarise(runs)
+    if as_json:
+        echo_json({"environment": settings, "summary": [asdict(row) for row in rows]})
+        return
+    note(", ".join(f"{key} {value}" for key, value in settings.items() if key != "digest"))
+    click.echo(_line("category", "method", "prompts", "tokens/s", "ratio", "MAT", "accept", "ms over", "equal"))
+    for row in rows:
+        click.echo(_line(*_cells(row)))
+
+
+def _built_in() -> list[BenchPrompt]:
+    from specrun.runtime.bench import BenchPrompt
+    from specrun.runtime.verify import PROMPTS
+
+    return [BenchPrompt(str(number), "built-in", prompt) for number, prompt in enumerate(PROMPTS, 1)]
+
+
+def _cells(row: Summary) -> tuple[str, ...]:
+    return (
+        row.category,
+        row.method,
+        str(row.prompts),
+        f"{row.tokens_per_s:.1f}",
+        f"{row.ratio:.2f}",
+        f"{row.mean_accepted_tokens:.2f}",
+        f"{row.acceptance_rate:.0%}",
+        f"{row.overhead_ms:.2f}",
+        {True: "yes", False: "NO", None: "-"}[row.equal],
+    )
+
+
+def _line(*cells: str) -> str:
+    widths = (14, 12, 7, 8, 5, 5, 6, 7, 5)
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

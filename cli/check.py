@@ -1,0 +1,31 @@
+"""`specrun check`: does this draft go with this target?"""
+
+from __future__ import annotations
+
+import click
+
+from specrun.cli.output import echo_json, note
+
+
+@click.command()
+@click.argument("target")
+@click.argument("draft")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(target: str, draft: str, as_json: bool) -> None:
+    """Say whether DRAFT can draft for TARGET (names or folders), and why not; exit code 1 if it cannot.
+
+    \b
+    Example:
+      specrun check big-model small-model
+    """
+    from specrun.runtime.check import check_pair
+
+    found = check_pair(target, draft)
+    if as_json:
+        echo_json({"fits": found.fits, "reasons": list(found.reasons), "facts": found.facts})
+    else:
+        click.echo(f"{draft} {'fits' if found.fits else 'does not fit'} {target}")
+        for reason in found.reasons:
+            note(reason)
+    if not found.fits:
+        raise click.exceptions.Exit(1)

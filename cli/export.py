@@ -1,0 +1,137 @@
+"""`specrun export`: weights become a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specrun.cli.output import echo_json, note, progress_line
+
+if TYPE_CHECKING:
+    from specrun.models_cache import Bundle
+
+LOW_AGREEMENT = 0.9
+
+
+@click.command()
+@click.argument("source")
+@click.option("--name", help="Keep the model under this name; by default the source's own.")
+@click.option(
+    "--precision",
+    type=click.Choice(["int8", "int4", "fp32", "source"]),
+    default="int8",
+    show_default=True,
+    help="source keeps the blocks of a GGUF file exactly as they are.",
+)
+@click.option("--block", type=int, metavar="N", help="Columns that share a scale (int8, int4).")
+@click.option(
+    "--output", "-o", type=click.Path(file_okay=False, path_type=Path), help="Write the bundle to this folder instead."
+)
+@click.option("--force", is_flag=True, help="Export anew even if a model of this name is here.")
+@click.option("--draft", metavar="SOURCE", help="Export this smaller model too, to draft for the first.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def export(
+    source: str,
+    name: str | None,
+    precision: str,
+    block: int | None,
+    output: Path | None,
+    force: bool,
+    draft: str | None,
+    as_json: bool,
+) -> None:
+    """Compile the weights of SOURCE to ONNX graphs; prints the path of the bundle.
+
+    SOURCE is a folder of safetensors weights in the transformers layout, a .gguf file, a hub repository (ORG/NAME or
+    ORG/NAME/FILE.gguf) or a known name (smollm2-135m). Sizes, and how close the graph stays to the source's own
+    weights, are shown on stderr.
+
+    \b
+    Examples:
+      specrun export ./SmolLM2-360M-Instruct --name smollm2-360m
+      specrun export model-q4_k_m.gguf --precision source
+      specrun export ./big-model --draft ./small-model
+      specrun generate --model big-model --draft small-model "Hello"
+    """
+    from specrun.models_cache.errors import UsageError
+
+    if draft is not None and output is not None:
+        raise UsageError("--output names one folder: export the draft with a command of its own.")
+    bundles = [_export(source, name, precision, block, output, force)]
+    if draft is not None:
+        bundles.append(_export(draft, None, precision, block, None, force))
+        _check(bundles[0], bundles[1])
+    if as_json:
+        rows = [_facts(bundle) for bundle in bundles]
+        echo_json(rows[0] | ({"draft": rows[1]} if draft is not None else {}))
+        return
+    for bundle in bundles:
+        click.echo(str(bundle.path))
+
+
+def _export(
+    source: str, name: str | None, precision: str, block: int | None, output: Path | None, force: bool
+) -> Bundle:
+    from specrun.export.bundle import export_bundle
+    from specrun.models_cache.errors import UsageError
+
+    with progress_line() as progress:
+        bundle = export_bundle(
+            source, name=name, precision=precision, block=block, output=output, force=force, progress=progress
+        )
+    manifest = bundle.manifest
+    if not progress.used:
+        found = manifest.precision.get("requested")
+        if found != precision:
+            raise UsageError(
+                f"{manifest.name} is here already, as {found}: pass --force to replace it, or give another --name."
+            )
+        note(f"{manifest.name} is here already, from {manifest.source.name}; --force exports it anew")
+    _summary(bundle)
+    return bundle
+
+
+def _summary(bundle: Bundle) -> None:
+    facts = _facts(bundle)
+    sizes = bundle.manifest.sizes
+    note(
+        f"{facts['name']}: {facts['family']}, {facts['precision']}, {facts['bytes'] / 1e6:.0f} MB, "
+        f"{sizes.layers} layers, hidden {sizes.hidden}, {sizes.tokens} tokens, context {sizes.context}"
+    )
+    fidelity = bundle.manifest.fidelity
+    if fidelity is None:
+        return
+    note(
+        f"against the source's weights over {fidelity.positions} positions: same most probable token "
+        f"{fidelity.argmax_agreement:.1%}, logit RMSE {fidelity.logit_rmse:.3g}, KL {fidelity.mean_kl:.3g} nats"
+    )
+    if fidelity.argmax_agreement < LOW_AGREEMENT:
+        note(
+            f"Warning: only {fidelity.argmax_agreement:.0%} of the tokens agree, so the text will suffer: "
+            "export with --precision int8, or source for a GGUF file."
+        )
+
+
+def _check(target: Bundle, draft: Bundle) -> None:
+    from specrun.runtime.check import check_pair
+
+    for reason in check_pair(target.path, draft.path).reasons:
+        note(f"Warning: {reason}")
+
+
+def _facts(bundle: Bundle) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    manifest = bundle.manifest
+    return {
+        "name": manifest.name,
+        "path": str(bundle.path),
+        "family": manifest.family,
+        "precision": manifest.precision.get("requested"),
+        "bytes": sum(info.size for info in manifest.files.values()),
+        "fidelity": asdict(manifest.fidelity) if manifest.fidelity else None,
+        "licence": manifest.source.licence,
+        "digest": bundle.digest,
+    }

@@ -1,0 +1,101 @@
+"""`specrun verify`: the proof, on this machine, that speculation changes no text."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specrun.cli.opening import open_engine
+from specrun.cli.options import engine_options, engine_values
+from specrun.cli.output import echo_json, note, progress_line
+from specrun.cli.types import names, numbers
+
+
+@click.command()
+@engine_options
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE.jsonl",
+    help="A prompt a line: objects with turns, prompt or messages. By default four built-in prompts.",
+)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of each text.")
+@click.option(
+    "--methods", type=names, metavar="NAME,...", help="Methods, such as ngram,draft; by default all that the model has."
+)
+@click.option(
+    "--draft-lengths",
+    type=numbers,
+    metavar="K,...",
+    default="1,2,3,4,5,8,16",
+    show_default=True,
+    help="Values of K; adaptive is added.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify(
+    prompts_file: Path | None,
+    limit: int | None,
+    max_tokens: int,
+    methods: tuple[str, ...] | None,
+    draft_lengths: tuple[int, ...],
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Compare every method and draft length with plain decoding, greedy and sampled, token by token.
+
+    Ends with exit code 1 at the first text that differs, and says where.
+
+    \b
+    Examples:
+      specrun verify
+      specrun verify --model big-model --draft small-model --methods draft --draft-lengths 2,4
+      specrun verify --prompts questions.jsonl --limit 10 --max-tokens 32
+    """
+    from specrun.runtime.bench import load_prompts
+    from specrun.runtime.verify import PROMPTS
+    from specrun.runtime.verify import verify as verify_engine
+
+    prompts = [entry.prompt for entry in load_prompts(prompts_file)] if prompts_file is not None else list(PROMPTS)
+    rows = []
+    failed = None
+    if not as_json:
+        click.echo(_row("method", "K", "sampling", "prompts", "tokens", "equal"))
+    with open_engine(**engine_values(values)) as engine, progress_line() as progress:
+        cases = verify_engine(
+            engine,
+            prompts[:limit],
+            methods=methods,
+            draft_lengths=draft_lengths,
+            max_tokens=max_tokens,
+            progress=progress.on_terminal,
+        )
+        with closing(cases):  # type: ignore[type-var]
+            for case in cases:
+                rows.append(asdict(case))
+                progress.close()
+                if not as_json:
+                    k = str(case.draft_length or "adaptive")
+                    equal = "yes" if case.equal else "NO"
+                    click.echo(_row(case.method, k, case.sampling, str(case.prompts), str(case.tokens), equal))
+                if not case.equal:
+                    failed = case
+                    break
+        name, exactness = engine.bundle.manifest.name, engine.calibration.exactness
+    if as_json:
+        echo_json({"model": name, "ok": failed is None, "exactness": exactness, "cases": rows})
+    if failed is not None:
+        note(f"Error: {failed.method} with K {failed.draft_length or 'adaptive'} differs: {failed.difference}")
+        raise click.exceptions.Exit(1)
+    if not as_json:
+        note(f"{name}: all {len(rows)} cases equal plain decoding ({exactness})")
+
+
+def _row(*cells: str) -> str:
+    widths = (10, 8, 8, 7, 7, 5)
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
