@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specrun.models_cache.errors import UsageError
@@ -32,7 +32,7 @@ class ChatTemplate:
         from specrun.runtime import chat_template_sandbox as sandbox
 
         self._tokenizer = tokenizer
-        self._specials = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.control_ids}
+        self._controls = _ControlTokens(tokenizer)
         self._sandbox = sandbox
         self._environment = sandbox.SandboxedEnvironment()
         self._lock = threading.Lock()
@@ -80,17 +80,23 @@ class ChatTemplate:
         """Token ids of a conversation.
 
         Control tokens come from the template alone. Text in the messages that spells one ("<|im_end|>") stays ordinary
-        text; only a message's `role` and `type` are the template's business. The text starts with one BOS where the
-        model wants it, whether the template writes it or not.
+        text, and so does text in lists and dicts of `variables` (`tools`); a message's `role` and `type` and plain
+        strings of `variables` are the template's business. The text starts with one BOS where the model wants it,
+        whether the template writes it or not.
 
         Raises UsageError as `render` does.
         """
-        source = self._tokenizer.chat_template or ""
-        guard = _ContentGuard(self._specials, source, messages)
-        text = self.render(guard.messages(messages), add_generation_prompt=add_generation_prompt, variables=variables)
-        if not guard.used:
+        variables = variables or {}
+        sentinel = _unused_character([self._tokenizer.chat_template or "", *_strings(messages), *_strings(variables)])
+        guarded = [self._controls.broken(dict(message), sentinel) for message in messages]
+        data = {
+            key: value if isinstance(value, str) else self._controls.broken(value, sentinel)
+            for key, value in variables.items()
+        }
+        text = self.render(guarded, add_generation_prompt=add_generation_prompt, variables=data)
+        if sentinel not in text:
             return self._tokenizer.encode(text, parse_special=True)
-        return self._tokenizer.encode_parts(_parts(self._tokenizer, self._specials, text, guard.sentinel))
+        return self._tokenizer.encode_parts(self._controls.parts(text, sentinel))
 
 
 def encode_chat(
@@ -112,51 +118,60 @@ def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
     return {name: "" if token_id is None else tokenizer.token_text(token_id) for name, token_id in named.items()}
 
 
-class _ContentGuard:
-    """Breaks control tokens that are spelt in messages with a sentinel character, so that rendering keeps them apart.
+class _ControlTokens:
+    """The control tokens of a tokenizer, and how to keep those of the template and those in the messages apart.
 
-    A text that ends with the beginning of a control token is broken there too: the template, or the next message,
-    must not complete it.
+    Before rendering, control tokens that are spelt in messages are broken with a sentinel character, and so is the
+    beginning of one at the end of a text: neither the template nor the next message must complete it. What is whole in
+    the rendered text comes from the template.
     """
 
-    def __init__(self, specials: Mapping[str, int], source: str, messages: Sequence[Message]) -> None:
-        present = {character for text in (source, *_strings(messages)) for character in text if character >= "\ue000"}
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in present)
-        try:
-            self.sentinel = next(free)
-        except StopIteration:
-            raise UsageError("the messages use every private-use character: leave some out") from None
-        self.used = False
-        spelt = [text for text in specials if text]
-        self._whole = _alternatives(spelt)
-        beginnings = {text[:length] for text in spelt for length in range(1, len(text))}
-        self._beginning = re.compile(f"(?:{_alternatives(beginnings).pattern})\\Z")
-        self._reach = max(map(len, beginnings), default=0)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._added = tokenizer.added_tokens
+        spelt = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.control_ids}
+        spelt.pop("", None)
+        self._ids = spelt
+        longest_first = sorted(spelt, key=len, reverse=True)
+        self._whole = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # else: matches nothing
+        self._beginnings = tuple({text[:length] for text in spelt for length in range(1, len(text))})
 
-    def messages(self, messages: Sequence[Message]) -> list[Any]:
-        return [self._value(dict(message)) for message in messages]
-
-    def _value(self, value: Any) -> Any:
+    def broken(self, value: Any, sentinel: str) -> Any:
+        """`value` (a message, or a part of one) with all texts in it broken where they spell a control token."""
         if isinstance(value, str):
-            return self._text(value)
+            text = self._whole.sub(lambda match: match[0][0] + sentinel + match[0][1:], value)
+            tail = text.rstrip()
+            return tail + sentinel + text[len(tail) :] if tail.endswith(self._beginnings) else text
         if isinstance(value, Mapping):
-            return {key: item if key in _STRUCTURE else self._value(item) for key, item in value.items()}
+            return {key: item if key in _STRUCTURE else self.broken(item, sentinel) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._value(item) for item in value]
+            return [self.broken(item, sentinel) for item in value]
         return value
 
-    def _text(self, text: str) -> str:
-        broken = self._whole.sub(lambda match: match[0][0] + self.sentinel + match[0][1:], text)
-        tail = broken.rstrip()
-        if self._beginning.search(tail, max(0, len(tail) - self._reach)):
-            broken = tail + self.sentinel + broken[len(tail) :]
-        self.used |= broken != text
-        return broken
+    def parts(self, text: str, sentinel: str) -> Iterator[str | int]:
+        """Ordinary runs of a rendered text without their sentinels, and the control tokens between them."""
+        at = 0
+        strip_next = False
+        for match in self._whole.finditer(text):
+            token_id = self._ids[match[0]]
+            token = self._added[token_id]
+            run = text[at : match.start()].replace(sentinel, "")
+            run = run.lstrip() if strip_next else run
+            run = run.rstrip() if token.lstrip else run
+            if run:
+                yield run
+            yield token_id
+            at, strip_next = match.end(), token.rstrip
+        run = text[at:].replace(sentinel, "")
+        run = run.lstrip() if strip_next else run
+        if run:
+            yield run
 
 
-def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of `texts`, the longest first; nothing at all where there are none."""
-    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
+def _unused_character(texts: Sequence[str]) -> str:
+    for code in _PRIVATE_USE:
+        if not any(chr(code) in text for text in texts):
+            return chr(code)
+    raise UsageError("the messages use every private-use character: leave some out")
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -168,22 +183,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
-
-
-def _parts(tokenizer: Tokenizer, specials: Mapping[str, int], text: str, sentinel: str) -> Iterator[str | int]:
-    """Ordinary runs without their sentinels, and the control tokens between them."""
-    at = 0
-    strip_next = False
-    for match in _alternatives(text_of for text_of in specials if text_of).finditer(text):
-        token_id = specials[match[0]]
-        run = text[at : match.start()]
-        added = tokenizer.added_tokens[token_id]
-        run = run.lstrip() if strip_next else run
-        run = run.rstrip() if added.lstrip else run
-        if run:
-            yield run.replace(sentinel, "")
-        yield token_id
-        at, strip_next = match.end(), added.rstrip
-    run = text[at:].lstrip() if strip_next else text[at:]
-    if run:
-        yield run.replace(sentinel, "")

@@ -148,6 +148,9 @@ class SandboxedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         allowed = attr in methods if methods is not None else not isinstance(obj, str | Mapping | list | tuple)
         return allowed and super().is_safe_attribute(obj, attr, value)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        return None  # str.format is no method that templates get
+
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as in the base class)
         __self.budget.step()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
