@@ -13,6 +13,7 @@ from specrun.models_cache import (
     ManifestError,
     cache_root,
     find_bundle,
+    load_bundle,
     models_dir,
     remove_bundle,
     scan_bundles,
@@ -99,7 +100,7 @@ def verify_command(name: str | None, as_json: bool) -> None:
             rows.append(_verified(find_bundle(name, check=False), progress))
         for entry in scan_bundles() if name is None else ():
             try:
-                rows.append(_verified(find_bundle(entry.path, check=False), progress))
+                rows.append(_verified(load_bundle(entry.path, check=False), progress))
             except ManifestError as error:
                 problems = [{"file": None, "problem": str(error)}]
                 rows.append({"name": entry.name, "path": str(entry.path), "ok": False, "problems": problems})

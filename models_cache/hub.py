@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from specrun.models_cache.errors import SourceError
 from specrun.models_cache.progress import Progress
@@ -27,13 +28,20 @@ def fetch_hub_file(repo: str, file: str, progress: Progress) -> Path:
     Raises SourceError.
     """
     import huggingface_hub
+    from huggingface_hub import constants
 
     def call(local: bool) -> str:
         return huggingface_hub.hf_hub_download(
-            repo, file, local_files_only=local, etag_timeout=CHECK_SECONDS, tqdm_class=_bar(f"{repo}/{file}", progress)
+            repo,
+            file,
+            local_files_only=local,
+            etag_timeout=CHECK_SECONDS,
+            tqdm_class=_bar(f"{repo}/{file}", progress),
+            endpoint=constants.ENDPOINT,
         )
 
-    return Path(_ask(repo, call))
+    # The file itself is asked for: the answer redirects to the host that stores it, which may be blocked.
+    return Path(_ask(repo, f"{repo}/resolve/main/{quote(file)}", call))
 
 
 def fetch_hub_folder(repo: str, progress: Progress) -> Path:
@@ -42,6 +50,7 @@ def fetch_hub_folder(repo: str, progress: Progress) -> Path:
     Pickle files are never asked for. Raises SourceError.
     """
     import huggingface_hub
+    from huggingface_hub import constants
 
     def call(local: bool) -> str:
         return huggingface_hub.snapshot_download(
@@ -52,18 +61,19 @@ def fetch_hub_folder(repo: str, progress: Progress) -> Path:
             etag_timeout=CHECK_SECONDS,
             max_workers=4,
             tqdm_class=_bar(repo, progress),
+            endpoint=constants.ENDPOINT,
         )
 
-    return Path(_ask(repo, call))
+    return Path(_ask(repo, f"api/models/{repo}", call))
 
 
-def _ask(repo: str, call: Callable[[bool], str]) -> str:
-    """Make the call; where the hub does not answer soon, look in its local cache only, as the hub's client waits long."""
+def _ask(repo: str, probe: str, call: Callable[[bool], str]) -> str:
+    """Make the call, or ask the local cache only where the hub does not answer soon (its own client waits long)."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 
     offline = huggingface_hub.is_offline_mode()
-    trouble = "HF_HUB_OFFLINE is set" if offline else _unreachable(repo)
+    trouble = "HF_HUB_OFFLINE is set" if offline else _unreachable(probe)
     try:
         return call(trouble is not None)
     except errors.LocalEntryNotFoundError as error:
@@ -84,8 +94,8 @@ def _ask(repo: str, call: Callable[[bool], str]) -> str:
         raise SourceError(f"the hub did not give {repo} ({_line(error)}); try again") from error
 
 
-def _unreachable(repo: str) -> str | None:
-    """Say why the hub cannot be asked for `repo`, or None when it answers within `CHECK_SECONDS`."""
+def _unreachable(probe: str) -> str | None:
+    """Say why the hub cannot be used, or None when it answers for the path `probe` within `CHECK_SECONDS`."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -93,9 +103,7 @@ def _unreachable(repo: str) -> str | None:
 
     def check() -> None:
         try:
-            response = huggingface_hub.get_session().head(
-                f"{constants.ENDPOINT}/api/models/{repo}", timeout=CHECK_SECONDS * 0.75
-            )
+            response = huggingface_hub.get_session().head(f"{constants.ENDPOINT}/{probe}", timeout=CHECK_SECONDS * 0.75)
             status = response.status_code
             busy = status >= 500 or status in (407, 429)
             outcome.append(f"{constants.ENDPOINT} answers with status {status}" if busy else None)

@@ -48,7 +48,7 @@ class BundleEntry:
 def cache_root() -> Path:
     """The cache root: `SPECRUN_HOME`, else the platform's user cache folder. It need not exist."""
     if home := os.environ.get("SPECRUN_HOME"):
-        return Path(os.path.abspath(Path(home).expanduser()))
+        return Path(os.path.abspath(os.path.expanduser(home)))
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("specrun", appauthor=False))
@@ -123,11 +123,11 @@ def find_bundle(name_or_path: str | Path, *, root: Path | None = None, check: bo
     Raises ModelNotFoundError saying what to run; ManifestError; IntegrityError.
     """
     text = str(name_or_path)
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     plain = isinstance(name_or_path, str) and not any(c in text for c in ("/", os.sep)) and not text.startswith("~")
     if plain and (cached := _cached_folder(text, root)) is not None:
         return load_bundle(cached, check=check)
-    if os.path.isfile(path / MANIFEST_NAME):
+    if text and os.path.isfile(path / MANIFEST_NAME):
         return load_bundle(path, check=check)
     if not plain and os.path.exists(path):
         raise ModelNotFoundError(

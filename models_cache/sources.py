@@ -81,13 +81,13 @@ def fetch_source(
     Git-LFS pointers, pickle files and missing shards; CacheError.
     """
     progress = progress or no_progress
-    path = Path(source).expanduser()
-    if os.path.isfile(path) or os.path.isfile(path / "config.json"):
+    path = Path(os.path.expanduser(source))
+    if source and (os.path.isfile(path) or os.path.isfile(path / "config.json")):
         return _from_path(path, progress)
     for row in registry:
         if row.name == source:
             return _from_registry(row, root or cache_root(), progress)
-    if os.path.isdir(path):
+    if source and os.path.isdir(path):
         raise IntegrityError(f"{path} holds no config.json; give the folder of the weights or a .gguf file")
     if match := _HUB_REPO.fullmatch(source):
         return _from_hub(match[1], match[2], progress)

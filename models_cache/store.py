@@ -193,12 +193,12 @@ def _places(name: str, root: Path, output: Path | None) -> tuple[Path, Path, Pat
     """The bundle's final folder, the folder of its staging folders (same file system), and its lock."""
     if output is None:
         return models_dir(root) / name, staging_dir(root) / name, locks_dir(root) / f"{name}.lock"
-    target = Path(os.path.abspath(output.expanduser()))
+    target = Path(os.path.abspath(os.path.expanduser(output)))
     _refuse_foreign(target)
     locks = locks_dir(root)
-    try:
+    with contextlib.suppress(OSError):
         locks.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a read-only cache does not forbid writing elsewhere
+    if not os.access(locks, os.W_OK):  # a read-only cache does not forbid writing elsewhere
         locks = target.parent
     key = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
     return target, target.parent / f".{target.name}.specrun-staging", locks / f".output-{key}.lock"
@@ -256,7 +256,7 @@ def bundle_or_build(
     Raises what `new_bundle`, `Staging.finish` and `build` raise.
     """
     name = check_bundle_name(name)
-    target = models_dir(root) / name if output is None else output.expanduser()
+    target = models_dir(root) / name if output is None else Path(os.path.expanduser(output))
     if not force and (found := _sound(target)) is not None:
         return _existing(found, output)
     with new_bundle(name, root, output=output, progress=progress, lock_timeout=lock_timeout) as staging:
