@@ -7,67 +7,59 @@ Leviathan et al. 2023, theorem 3.8, with a measured cost of each width instead o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Generic, TypeVar
 
-PRIOR_STRENGTH = 6.0  # the prior weighs like so many drafts
-DECAY = 0.98  # an old draft counts less: texts change their character
 MAX_DRAFT_LENGTH = 16
+PRIOR_STRENGTH = 8.0  # the prior weighs like so many draft tokens
+DECAY = 0.97  # a draft token counts so much less with each later one: texts change their character
+
+Cell = TypeVar("Cell", bound=Hashable)
+
+
+class AcceptanceEstimate(Generic[Cell]):
+    """The chance that a draft token of a kind (`Cell`) stands, from a prior and what was seen, older things less."""
+
+    def __init__(self, priors: Mapping[Cell, float]) -> None:
+        self._priors = priors
+        self._seen: dict[Cell, tuple[float, float]] = {}  # accepted, tried
+
+    def chance(self, cell: Cell) -> float:
+        """The estimate for one kind."""
+        accepted, tried = self._seen.get(cell, (0.0, 0.0))
+        return (PRIOR_STRENGTH * self._priors[cell] + accepted) / (PRIOR_STRENGTH + tried)
+
+    def observe(self, cell: Cell, stood: bool) -> None:
+        """Learn that a draft token of this kind stood, or was rejected."""
+        accepted, tried = self._seen.get(cell, (0.0, 0.0))
+        self._seen[cell] = (accepted * DECAY + stood, tried * DECAY + 1.0)
+
+    def fade(self, cell: Cell) -> None:
+        """Forget a little, so that a kind which was given up is tried again in time."""
+        accepted, tried = self._seen.get(cell, (0.0, 0.0))
+        self._seen[cell] = (accepted * DECAY, tried * DECAY)
 
 
 class DraftLengthPlanner:
-    """Plans K for drafts of several kinds (`key`: the length of an n-gram match; 0 for a draft model).
+    """Plans K. cost(width): seconds of a target run; step_cost: seconds of a draft token; fixed: always this K."""
 
-    cost(width): seconds of a target run; step_cost: seconds of a draft token; priors[key][j]: chance that draft token
-    j + 1 stands, the last entry for all later ones. `fixed` switches planning off: K is then always that.
-    """
-
-    def __init__(
-        self,
-        cost: Callable[[int], float],
-        *,
-        step_cost: float = 0.0,
-        priors: Mapping[int, Sequence[float]],
-        fixed: int | None = None,
-    ) -> None:
+    def __init__(self, cost: Callable[[int], float], *, step_cost: float = 0.0, fixed: int | None = None) -> None:
         self._costs = [cost(width) for width in range(1, MAX_DRAFT_LENGTH + 2)]
         self._step_cost = step_cost
         self._fixed = fixed
-        self._priors = priors
-        # key -> per depth [accepted, tried], decayed
-        self._seen: dict[int, list[list[float]]] = {key: [[0.0, 0.0] for _ in prior] for key, prior in priors.items()}
 
-    def chance(self, key: int, depth: int) -> float:
-        """Estimated chance that draft token `depth` (from 0) stands if those before it do."""
-        prior = self._priors[key]
-        depth = min(depth, len(prior) - 1)
-        accepted, tried = self._seen[key][depth]
-        return (PRIOR_STRENGTH * prior[depth] + accepted) / (PRIOR_STRENGTH + tried)
-
-    def choose(self, key: int, available: int) -> int:
-        """The K in 0 .. available with the most expected tokens a second."""
+    def choose(self, chances: Iterable[float], available: int) -> int:
+        """The K in 0 .. available with the most expected tokens a second; chances[j]: that draft token j + 1 stands."""
         if self._fixed is not None:
             return min(self._fixed, available)
         best, best_rate = 0, 1.0 / self._costs[0]
         expected, reached = 1.0, 1.0
-        for count in range(1, min(available, MAX_DRAFT_LENGTH) + 1):
-            reached *= self.chance(key, count - 1)
+        for count, chance in enumerate(chances, 1):
+            if count > min(available, MAX_DRAFT_LENGTH):
+                break
+            reached *= chance
             expected += reached
             rate = expected / (count * self._step_cost + self._costs[count])
             if rate > best_rate:
                 best, best_rate = count, rate
-        if best == 0 and available:
-            self._fade(key)  # what made it give up is forgotten in time, so that it tries again
         return best
-
-    def observe(self, key: int, *, evaluated: int, accepted: int) -> None:
-        """Learn how many draft tokens of the last round were judged, and how many of these stood."""
-        cells = self._seen[key]
-        for depth in range(evaluated):
-            cell = cells[min(depth, len(cells) - 1)]
-            cell[0] = cell[0] * DECAY + (depth < accepted)
-            cell[1] = cell[1] * DECAY + 1.0
-
-    def _fade(self, key: int) -> None:
-        for cell in self._seen[key]:
-            cell[0] *= DECAY
-            cell[1] *= DECAY

@@ -20,7 +20,7 @@ from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
 from specrun.runtime.chooser import Chooser
-from specrun.runtime.draft_length import DraftLengthPlanner
+from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.ngram_table import NgramTable
 from specrun.runtime.proposal import Proposer
 from specrun.runtime.proposers import draft as draft_method
@@ -76,7 +76,8 @@ class Engine:
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._draft_tokens: list[int] = []
         self._table = self._new_table()
-        self._planners: dict[tuple[str, int | None], DraftLengthPlanner] = {}
+        self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
+        self._draft_estimate = AcceptanceEstimate(draft_method.PRIORS)
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._closed = False
@@ -152,7 +153,8 @@ class Engine:
         with self._exclusive():
             self._target_tokens, self._draft_tokens = [], []
             self._table = self._new_table()
-            self._planners.clear()
+            self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
+            self._draft_estimate = AcceptanceEstimate(draft_method.PRIORS)
 
     def recalibrate(self) -> Calibration:
         """Probe this machine's widths anew and go by what is found."""
@@ -160,7 +162,6 @@ class Engine:
             self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True)
             self.target.width_rule = self.calibration.rule
             self._target_tokens = []
-            self._planners.clear()
         return self.calibration
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -236,12 +237,14 @@ class Engine:
         """The proposer of a request, None for plain decoding."""
         if request.method == "none" or request.options.draft_length == 0:
             return None
+        fixed = request.options.draft_length
         if request.method == "ngram":
-            return ngram_method.NgramProposer(self._table, self._planner(request, 0.0, ngram_method.PRIORS))
+            planner = DraftLengthPlanner(self.calibration.cost, fixed=fixed)
+            return ngram_method.NgramProposer(self._table, planner, self._ngram_estimate)
         assert self._draft is not None
         assert self._draft_calibration is not None
-        planner = self._planner(request, self._draft_calibration.cost(1), draft_method.PRIORS)
-        return draft_method.DraftProposer(self._draft, chooser, planner, self._draft_tokens)
+        planner = DraftLengthPlanner(self.calibration.cost, step_cost=self._draft_calibration.cost(1), fixed=fixed)
+        return draft_method.DraftProposer(self._draft, chooser, planner, self._draft_estimate, self._draft_tokens)
 
     def finish_request(self, request: Request, committed: Sequence[int]) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals."""
@@ -250,14 +253,6 @@ class Engine:
             self._draft_tokens = list(committed[: self._draft.length])
         if request.method == "ngram":
             self._table.add_text(committed)
-
-    def _planner(self, request: Request, step_cost: float, priors: Mapping[int, Sequence[float]]) -> DraftLengthPlanner:
-        key = (str(request.method), request.options.draft_length)
-        if key not in self._planners:
-            self._planners[key] = DraftLengthPlanner(
-                self.calibration.cost, step_cost=step_cost, priors=priors, fixed=request.options.draft_length
-            )
-        return self._planners[key]
 
     def _new_table(self) -> NgramTable:
         return NgramTable(eos_ids=self.bundle.manifest.special_ids.eos)

@@ -17,16 +17,16 @@ import zipfile
 from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from specrun.models_cache.errors import CacheError, IntegrityError, UsageError
 
-__all__ = ["Match", "NgramTable"]
+__all__ = ["Agreement", "Match", "NgramTable"]
 
 _FORMAT: Final = 1
 _TOKEN_BITS: Final = 32
@@ -35,16 +35,24 @@ _NONE: Final = -1
 _FILE_END: Final = 64 << 20
 
 
+LONGEST_MATCH: Final = 32
+
+Agreement = Literal["alone", "agree", "differ"]
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """A proposal of the table.
 
-    length  tokens of the suffix that matched (1 .. max_n): the longer, the likelier is the continuation
-    tokens  what followed it, at least one token
+    length     tokens of the suffix that matched, counted up to 32: the longer, the likelier is the continuation
+    tokens     what followed it, at least one token
+    agreement  for each token: whether the occurrence before that one went on in the same way ("agree", "differ"), or
+               there is none that had gone along until then ("alone")
     """
 
     length: int
     tokens: tuple[int, ...]
+    agreement: tuple[Agreement, ...] = field(default=(), compare=False)
 
 
 def _keys(text: Sequence[int], end: int, max_n: int) -> list[int]:
@@ -128,6 +136,7 @@ class NgramTable:
         self._text: list[int] = []
         self._followers: dict[int, int] = {}  # n-gram -> place in the text of its newest follower
         self._undo = array("q")  # what each entry held before, in the order of writing
+        self._undo_starts = array("q")  # for each place, where its entries stand in the undo log
         self._earlier: list[list[int]] = []  # oldest first
         self._bases: list[int] = []  # where each stands in a numbering of all texts ever added
         self._next_base = 0
@@ -145,8 +154,10 @@ class NgramTable:
     def extend(self, tokens: Iterable[int]) -> None:
         """Append committed tokens to the current text; UsageError for ids that are negative or above 32 bits."""
         text, followers, undo, eos_ids = self._text, self._followers, self._undo, self.eos_ids
+        starts = self._undo_starts
         for token in tokens:
             token = _checked(token)
+            starts.append(len(undo))
             if token not in eos_ids:
                 place = len(text)
                 for key in _keys(text, place, self.max_n):
@@ -162,7 +173,8 @@ class NgramTable:
         if length == 0:
             text.clear()
             followers.clear()
-            del undo[:]
+            del undo[:], self._undo_starts[:]
+        del self._undo_starts[length:]
         while len(text) > length:
             if text.pop() not in self.eos_ids:
                 for key in reversed(_keys(text, len(text), self.max_n)):
@@ -211,13 +223,38 @@ class NgramTable:
                 period = len(tokens)
                 while len(tokens) < max_tokens:  # it ran into the end of the text: copy on from the copy
                     tokens.append(tokens[-period])
-                return Match(length, self._before_eos(tokens))
+                before = self._undo[self._undo_starts[place] + length - 1]
+                agreement = self._agreement(before, tokens)
+                return Match(self._whole_length(length, text, place), self._before_eos(tokens), agreement)
             place = self._earlier_followers.get(key)
             if place is not None:
                 index = bisect_right(self._bases, place) - 1
-                start = place - self._bases[index]
-                return Match(length, self._before_eos(self._earlier[index][start : start + max_tokens]))
+                body, start = self._earlier[index], place - self._bases[index]
+                tokens = body[start : start + max_tokens]
+                alone: list[Agreement] = ["alone"] * len(tokens)
+                return Match(self._whole_length(length, body, start), self._before_eos(tokens), tuple(alone))
         return None
+
+    def _agreement(self, before: int, tokens: Sequence[int]) -> tuple[Agreement, ...]:
+        """How the occurrence whose followers begin at `before` (-1: none) goes along with `tokens`."""
+        agreement: list[Agreement] = ["alone"] * len(tokens)
+        if before != _NONE:
+            text = self._text
+            for index, token in enumerate(tokens):
+                if before + index >= len(text) or text[before + index] != token:
+                    agreement[index] = "differ"
+                    break
+                agreement[index] = "agree"
+        return tuple(agreement)
+
+    def _whole_length(self, length: int, body: Sequence[int], place: int) -> int:
+        """How many tokens before `place` in `body` equal the end of the text; the first `length` are known to."""
+        text = self._text
+        if length == self.max_n:
+            most = min(LONGEST_MATCH, place, len(text))
+            while length < most and body[place - 1 - length] == text[-1 - length]:
+                length += 1
+        return length
 
     def _before_eos(self, tokens: list[int]) -> tuple[int, ...]:
         for index, token in enumerate(tokens):

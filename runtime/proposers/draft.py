@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specrun.runtime.chooser import Chooser
-from specrun.runtime.draft_length import DraftLengthPlanner
+from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.proposal import EMPTY, Proposal
 from specrun.runtime.sampling import Distribution
 from specrun.runtime.session import ModelSession
 
-PRIORS = {0: (0.6, 0.6, 0.6, 0.6)}
+# Chance that a draft token stands, by its place in the proposal; the last one for all later.
+PRIORS = {0: 0.6, 1: 0.6, 2: 0.6, 3: 0.6}
 
 
 class DraftProposer:
@@ -22,11 +23,17 @@ class DraftProposer:
     name = "draft"
 
     def __init__(
-        self, session: ModelSession, chooser: Chooser, planner: DraftLengthPlanner, known: Sequence[int]
+        self,
+        session: ModelSession,
+        chooser: Chooser,
+        planner: DraftLengthPlanner,
+        estimate: AcceptanceEstimate[int],
+        known: Sequence[int],
     ) -> None:
         self._session = session
         self._chooser = chooser
         self._planner = planner
+        self._estimate = estimate
         self._known = known
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
@@ -43,8 +50,9 @@ class DraftProposer:
         session = self._session
         # The last token must be run even if nothing new was committed since.
         room = session.sizes.context - len(committed)
-        count = self._planner.choose(0, min(limit, room))
+        count = self._planner.choose((self._estimate.chance(_cell(place)) for place in range(limit)), min(limit, room))
         if count <= 0:
+            self._estimate.fade(0)
             return EMPTY
         tokens: list[int] = []
         distributions: list[Distribution] = []
@@ -63,8 +71,8 @@ class DraftProposer:
 
     def observe(self, *, evaluated: int, accepted: int) -> None:
         """Learn how the last proposal fared."""
-        if evaluated:
-            self._planner.observe(0, evaluated=evaluated, accepted=accepted)
+        for place in range(evaluated):
+            self._estimate.observe(_cell(place), place < accepted)
 
     def rewind_to(self, length: int) -> None:
         """Keep the first `length` committed tokens; the draft has not run its own last token."""
@@ -73,3 +81,7 @@ class DraftProposer:
 
     def close(self) -> None:
         """The session belongs to the engine."""
+
+
+def _cell(place: int) -> int:
+    return min(place, max(PRIORS))

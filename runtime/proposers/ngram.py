@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
-from specrun.runtime.draft_length import DraftLengthPlanner
-from specrun.runtime.ngram_table import NgramTable
+from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
+from specrun.runtime.ngram_table import Agreement, Match, NgramTable
 from specrun.runtime.proposal import EMPTY, Proposal
 
-# Chance that the j-th copied token stands, by the length of the match.
-PRIORS = {
-    1: (0.28, 0.45, 0.55, 0.6),
-    2: (0.42, 0.55, 0.62, 0.68),
-    3: (0.55, 0.64, 0.70, 0.74),
-    4: (0.65, 0.71, 0.76, 0.80),
-    5: (0.80, 0.83, 0.86, 0.90),
+Cell = tuple[int, Agreement]
+
+# Chance that a copied token stands, by how many tokens before it match: after j accepted tokens the match is j longer.
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 20)
+_CHANCES: dict[Agreement, tuple[float, ...]] = {
+    "alone": (0.33, 0.56, 0.69, 0.77, 0.80, 0.82, 0.86, 0.90, 0.96),
+    "agree": (0.45, 0.78, 0.86, 0.90, 0.92, 0.93, 0.94, 0.95, 0.98),
+    "differ": (0.09, 0.22, 0.32, 0.42, 0.48, 0.50, 0.55, 0.60, 0.70),
+}
+PRIORS: dict[Cell, float] = {
+    (length, agreement): chance
+    for agreement, chances in _CHANCES.items()
+    for length, chance in zip(LENGTHS, chances, strict=True)
 }
 
 
@@ -23,10 +30,11 @@ class NgramProposer:
 
     name = "ngram"
 
-    def __init__(self, table: NgramTable, planner: DraftLengthPlanner) -> None:
+    def __init__(self, table: NgramTable, planner: DraftLengthPlanner, estimate: AcceptanceEstimate[Cell]) -> None:
         self._table = table
         self._planner = planner
-        self._key = 0
+        self._estimate = estimate
+        self._cells: list[Cell] = []
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Begin a request."""
@@ -39,14 +47,18 @@ class NgramProposer:
         match = self._table.lookup(limit)
         if match is None or not match.tokens:
             return EMPTY
-        self._key = match.length
-        count = self._planner.choose(match.length, len(match.tokens))
-        return Proposal(match.tokens[:count], "deterministic") if count else EMPTY
+        cells = _cells(match)
+        count = self._planner.choose(map(self._estimate.chance, cells), len(match.tokens))
+        if not count:
+            self._estimate.fade(cells[0])
+            return EMPTY
+        self._cells = cells
+        return Proposal(match.tokens[:count], "deterministic")
 
     def observe(self, *, evaluated: int, accepted: int) -> None:
         """Learn how the last proposal fared."""
-        if evaluated:
-            self._planner.observe(self._key, evaluated=evaluated, accepted=accepted)
+        for index in range(evaluated):
+            self._estimate.observe(self._cells[index], index < accepted)
 
     def rewind_to(self, length: int) -> None:
         """Forget what lies beyond `length` committed tokens."""
@@ -55,4 +67,11 @@ class NgramProposer:
 
     def close(self) -> None:
         """The table belongs to the engine: nothing to free."""
-        self._key = 0
+        self._cells = []
+
+
+def _cells(match: Match) -> list[Cell]:
+    return [
+        (LENGTHS[bisect_right(LENGTHS, match.length + index) - 1], agreement)
+        for index, agreement in enumerate(match.agreement[: len(match.tokens)])
+    ]

@@ -27,8 +27,13 @@ def reference(text, max_tokens, max_n=5, eos_ids=(), earlier=()):
                     while own and len(found) < max_tokens:
                         found.append((text + found)[place + len(found)])
                     cut = next((i for i, token in enumerate(found) if token in eos_ids), len(found))
-                    return Match(length, tuple(found[:cut]))
+                    return Match(whole_length(text, body, length, place), tuple(found[:cut]))
     return None
+
+
+def whole_length(text, body, length, place):
+    """A match counts all tokens before it that are the same, up to 32."""
+    return max(n for n in range(length, 33) if n == length or (n <= place and body[place - n : place] == text[-n:]))
 
 
 @pytest.mark.parametrize("alphabet", [2, 3, 6, 40])
@@ -261,3 +266,21 @@ def test_folders_that_refuse(tmp_path):
         NgramTable.load(tmp_path / "missing.npz", tokens=10)
     with pytest.raises(CacheError, match="Cannot write"):
         NgramTable().save(tmp_path / "missing" / "texts.npz")
+
+
+def test_a_long_match_counts_its_whole_length_up_to_32():
+    run = list(range(100, 150))
+    table = filled([*run, 7, *run[:20]])
+    assert table.lookup(1) == Match(20, (120,))
+    table = filled([*run, 7, *run])
+    assert table.lookup(1) == Match(32, (7,))
+
+
+def test_agreement_tells_how_the_occurrence_before_went_on():
+    assert filled([1, 2, 3, 9, 1, 2]).lookup(3).agreement == ("alone", "alone", "alone")
+    assert filled([1, 2, 3, 4, 1, 2, 3, 5, 1, 2]).lookup(3).agreement == ("agree", "differ", "alone")
+    assert filled([1, 2, 3, 4, 1, 2, 5, 4, 1, 2]).lookup(2).agreement == ("differ", "alone")
+    table = filled([1, 2, 3, 4, 1, 2, 3, 4, 1, 2])
+    assert table.lookup(2).agreement == ("agree", "agree")
+    table.rewind_to(6)
+    assert table.lookup(2).agreement == ("alone", "alone")
