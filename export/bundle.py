@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx_ir as ir
 
 from specrun.export.config import ModelConfig
 from specrun.export.fidelity import TEXT, measure_fidelity
-from specrun.export.graph import SPARE_POSITIONS, build_target, store_weights
+from specrun.export.graph import build_target
 from specrun.export.quantize import check_precision
 from specrun.export.tokenizer import TokenizerFiles, tokenizer_files
 from specrun.export.weight_file import WeightFile
+from specrun.export.weight_store import SPARE_POSITIONS, store_weights
 from specrun.export.weights import open_weights
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.layout import Bundle
@@ -75,7 +77,7 @@ def write_bundle(
     weights = open_weights(fetched.path)
     config = weights.config
     if precision == "source" and fetched.path.suffix.lower() != ".gguf":
-        raise UsageError("Precision 'source' keeps the blocks of a GGUF file: choose int8, int4 or fp32 for this source.")
+        raise UsageError("Precision 'source' keeps the blocks of a GGUF file: take int8, int4 or fp32 for this source.")
     tokenizer = tokenizer_files(fetched.path)
     if tokenizer.tokens > config.vocabulary:
         raise UsageError(
@@ -88,9 +90,9 @@ def write_bundle(
         for graph_name, (graph_file, ragged, requires) in VARIANTS.items():
             model = build_target(config, stored, file, ragged=ragged)
             ir.save(model, folder / graph_file)
-            graphs[graph_name] = GraphSpec(
-                graph_file, (DATA_FILE,), requires, None if ragged else 1, _specs(model.graph.inputs), _specs(model.graph.outputs)
-            )
+            inputs, outputs = _specs(model.graph.inputs), _specs(model.graph.outputs)
+            max_batch = None if ragged else 1
+            graphs[graph_name] = GraphSpec(graph_file, (DATA_FILE,), requires, max_batch, inputs, outputs)
     _write_tokenizer(folder, tokenizer)
     progress("Measuring fidelity", 0, 1)
     # The variant that every ONNX Runtime build loads; both compute the same.
@@ -139,7 +141,7 @@ def _sizes(config: ModelConfig, tokenizer: TokenizerFiles) -> Sizes:
     )
 
 
-def _specs(values: list[ir.Value]) -> tuple[TensorSpec, ...]:
+def _specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
     specs = []
     for value in values:
         assert value.name is not None

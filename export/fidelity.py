@@ -62,11 +62,13 @@ def _graph_logits(
 ) -> tuple[NDArray[np.float32], tuple[int, ...]]:
     """Logits of every position, run in chunks of the widths above."""
     try:
-        import onnxruntime as ort
+        import onnxruntime
     except ImportError as error:
         raise BackendError(
-            "ONNX Runtime is not installed, so the graph cannot be checked: install it with `pip install 'specrun[cpu]'`."
+            "ONNX Runtime is not installed, so the graph cannot be checked: "
+            "install it with `pip install 'specrun[cpu]'`."
         ) from error
+    ort: Any = onnxruntime  # it ships no type information
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(str(graph_path), options, providers=["CPUExecutionProvider"])
@@ -105,10 +107,11 @@ def _run(
     binding = session.io_binding()
     for name, array in inputs.items():
         binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-    logits = np.empty((1, width, config.vocabulary), np.float32)
+    logits: NDArray[np.float32] = np.empty((1, width, config.vocabulary), np.float32)
     binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
     for name, value in cache.items():
         binding.bind_ortvalue_input(f"past_{name}", value)
         binding.bind_ortvalue_output(f"present_{name}", value)
     session.run_with_iobinding(binding)
-    return logits[0]
+    first: NDArray[np.float32] = logits[0]
+    return first

@@ -146,14 +146,14 @@ def quantize_4bit(weight: NDArray[np.float32], block: int) -> BlockMatrix:
 def fuse_blocks(parts: list[Blocks]) -> BlockMatrix:
     """Blocks of one kind, stacked along N, in MatMulNBits storage: the weights exactly as the file has them."""
     first = parts[0]
-    offsets = None if first.offsets is None else np.concatenate([part.offsets for part in parts if part.offsets is not None])
+    offsets = [part.offsets for part in parts if part.offsets is not None]
     return BlockMatrix(
         "+".join(sorted({part.type_name for part in parts})),
         first.bits,
         first.block,
         np.concatenate([pack_codes(part.codes, part.bits, part.block) for part in parts]),
         np.concatenate([part.scales for part in parts]),
-        offsets=offsets,
+        offsets=np.concatenate(offsets) if offsets else None,
     )
 
 
