@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -80,6 +81,7 @@ class Engine:
         self._draft_estimate = AcceptanceEstimate(draft_method.PRIORS)
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._end_stream: weakref.WeakMethod[Callable[[], None]] | None = None
         self._closed = False
         self.load_s = time.perf_counter() - start
 
@@ -187,14 +189,22 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Free sessions and buffers; may be called twice. The engine cannot be used afterwards."""
+        """Free sessions and buffers; may be called twice. The engine cannot be used afterwards.
+
+        A stream of this thread that is still open ends; those of other threads are waited for.
+        """
         if self._closed:
             return
+        if self._owner == threading.get_ident() and self._end_stream is not None:
+            end_stream = self._end_stream()
+            if end_stream is not None:
+                end_stream()
         with self._exclusive():
             self._closed = True
             self.target.close()
             if self._draft is not None:
                 self._draft.close()
+            del self._open_session  # it holds the target's weights
 
     def __enter__(self) -> Engine:
         return self
@@ -206,19 +216,23 @@ class Engine:
 
     # What a stream needs while it holds the engine.
 
-    def acquire(self) -> None:
-        """Take the engine for one request; waits for other threads, and refuses a second stream of this one."""
+    def acquire(self, end_stream: weakref.WeakMethod[Callable[[], None]] | None = None) -> None:
+        """Take the engine for one request; waits for other threads, and refuses a second stream of this one.
+
+        end_stream: what `close` calls to end the request early.
+        """
         if self._owner == threading.get_ident():
             raise SpecrunError("The engine is busy with a stream of this thread: finish or close that stream first.")
         self._lock.acquire()
         self._owner = threading.get_ident()
+        self._end_stream = end_stream
         if self._closed:
             self.release()
             raise SpecrunError("The engine is closed: load the model again.")
 
     def release(self) -> None:
         """Give the engine back."""
-        self._owner = None
+        self._owner = self._end_stream = None
         self._lock.release()
 
     def prepare(self, prompt: Sequence[int], length: int) -> int:
@@ -246,11 +260,16 @@ class Engine:
         planner = DraftLengthPlanner(self.calibration.cost, step_cost=self._draft_calibration.cost(1), fixed=fixed)
         return draft_method.DraftProposer(self._draft, chooser, planner, self._draft_estimate, self._draft_tokens)
 
-    def finish_request(self, request: Request, committed: Sequence[int]) -> None:
-        """Remember what the caches hold, and the text for later n-gram proposals."""
-        self._target_tokens = list(committed[: self.target.length])
-        if self._draft is not None and request.method == "draft":
-            self._draft_tokens = list(committed[: self._draft.length])
+    def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
+        """Remember what the caches hold, and the text for later n-gram proposals.
+
+        drafted: whether a proposer was started; if not, the draft's cache still holds what it held before. The newest
+        token never counts as held: where an exception came between commit and rewind, a draft token stands there.
+        """
+        sure = len(committed) - 1
+        self._target_tokens = list(committed[: min(self.target.length, sure)])
+        if self._draft is not None and request.method == "draft" and drafted:
+            self._draft_tokens = list(committed[: min(self._draft.length, sure)])
         if request.method == "ngram":
             self._table.add_text(committed)
 

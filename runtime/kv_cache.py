@@ -66,3 +66,9 @@ class KVCache:
         if not 0 <= length <= self.lengths[row]:
             raise ValueError(f"cannot rewind row {row} to {length}: it holds {self.lengths[row]} positions")
         self.lengths[row] = length
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self.values, self._arrays = [], []
+        self.lengths = [0] * self.batch
+        self.capacity = 0

@@ -91,7 +91,7 @@ class ModelSession:
     def close(self) -> None:
         """Free the session and its buffers."""
         self._frames.clear()
-        self.cache.values.clear()
+        self.cache.close()
         self._onnx_session = None
 
     def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:

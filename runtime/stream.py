@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,19 +35,60 @@ class Piece:
 class Stream:
     """The pieces of one request, in order; afterwards `result`. `cancel`, or leaving the loop, ends it early.
 
-    The engine is held from the first piece to the last; a stream that is closed half-way frees it. However a stream
-    ends, the engine stays usable.
+    The engine is held from the first piece to the last; a stream that is closed half-way, or dropped, frees it.
+    However a stream ends, the engine stays usable.
     """
 
     def __init__(self, engine: Engine, prompt: Prompt, request: Request) -> None:
-        self._engine = engine
         method = request.method or ("draft" if engine.has_draft else "ngram")
         if method == "draft" and not engine.has_draft:
             raise UsageError("Method 'draft' needs a draft model: give one with --draft.")
-        self._request = replace(request, method=method)
         self.prompt_tokens = engine.encode(prompt, system=request.system, raw=request.raw)
+        # The running part refers neither to the stream nor to its generator, so a dropped stream ends at once.
+        self._running = _Running(engine, replace(request, method=method), self.prompt_tokens)
+        self._pieces = self._running.pieces(weakref.WeakMethod(self.close))
+
+    def __iter__(self) -> Iterator[Piece]:
+        try:
+            yield from self._pieces
+        finally:
+            self.close()
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def cancel(self) -> None:
+        """End the stream after the round that is running; may be called from any thread."""
+        self._running.cancelled.set()
+
+    def close(self) -> None:
+        """End the stream now and free the engine; for the thread that reads it."""
+        self._pieces.close()
+        self._running.done = True
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has ended."""
+        return self._running.done
+
+    @property
+    def result(self) -> Result:
+        """The whole result, or what there is of it if the stream was closed early."""
+        if not self.done:
+            raise SpecrunError("The stream has not ended: read it to its end, or close it, before asking its result.")
+        return self._running.result()
+
+
+class _Running:
+    """What a stream's generator works on."""
+
+    def __init__(self, engine: Engine, request: Request, prompt_tokens: list[int]) -> None:
+        self.cancelled = threading.Event()
+        self.done = False
+        self._engine = engine
+        self._request = request
+        self._prompt_tokens = prompt_tokens
         self._length_limit = self._check_length()
-        self._cancelled = threading.Event()
         self._tokens: list[Token] = []
         self._pending: list[Token] = []  # emitted, but their text is not sure yet
         self._text: list[str] = []
@@ -55,34 +97,9 @@ class Stream:
         self._prefill_s = self._decode_s = 0.0
         self._finish: FinishReason = "cancelled"
         self._memory = engine.memory()
-        self._done = False
-        self._pieces = self._run()
 
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def cancel(self) -> None:
-        """End the stream after the round that is running; may be called from any thread."""
-        self._cancelled.set()
-
-    def close(self) -> None:
-        """End the stream now and free the engine."""
-        self._pieces.close()
-        self._done = True
-
-    @property
-    def done(self) -> bool:
-        """Whether the stream has ended."""
-        return self._done
-
-    @property
     def result(self) -> Result:
-        """The whole result, or what there is of it if the stream was closed early."""
-        if not self._done:
-            raise SpecrunError("The stream has not ended: read it to its end, or close it, before asking its result.")
+        """What there is so far."""
         engine, sampling = self._engine, self._request.options.sampling
         return Result(
             text="".join(self._text),
@@ -92,7 +109,7 @@ class Stream:
             method=str(self._request.method),
             exactness=engine.calibration.exactness,
             seed=None if sampling.greedy else sampling.seed,
-            usage=Usage(len(self.prompt_tokens), len(self._tokens), self._cached_tokens),
+            usage=Usage(len(self._prompt_tokens), len(self._tokens), self._cached_tokens),
             timings=Timings(engine.load_s, self._prefill_s, self._decode_s),
             speculation=self._stats,
             memory=self._memory,
@@ -101,7 +118,7 @@ class Stream:
 
     def _check_length(self) -> int:
         """The most tokens that prompt and completion may have together."""
-        context, prompt = self._engine.context, len(self.prompt_tokens)
+        context, prompt = self._engine.context, len(self._prompt_tokens)
         max_tokens = self._request.options.max_tokens
         if not prompt:
             raise UsageError("The prompt is empty: give at least one character.")
@@ -111,23 +128,26 @@ class Stream:
             )
         return context if max_tokens is None else min(context, prompt + max_tokens)
 
-    def _run(self) -> Generator[Piece]:
+    def pieces(self, end_stream: weakref.WeakMethod[Callable[[], None]]) -> Generator[Piece]:
+        """The stream's pieces; `end_stream` is what the engine calls to end them early."""
         engine = self._engine
-        engine.acquire()
         try:
-            if self._length_limit > len(self.prompt_tokens):
-                yield from self._decode()
-            else:
-                self._finish = "length"
+            engine.acquire(end_stream)
+            try:
+                if self._length_limit > len(self._prompt_tokens):
+                    yield from self._decode()
+                else:
+                    self._finish = "length"
+            finally:
+                self._memory = engine.memory()
+                engine.release()
         finally:
-            self._memory = engine.memory()
-            self._done = True
-            engine.release()
+            self.done = True
 
     def _decode(self) -> Generator[Piece]:
         engine, request = self._engine, self._request
         options, manifest = request.options, engine.bundle.manifest
-        committed = list(self.prompt_tokens)
+        committed = list(self._prompt_tokens)
         eos = manifest.special_ids.eos
         chooser = Chooser(
             options, prompt=committed, tokens=manifest.sizes.tokens, eos=eos, sample_index=request.sample_index
@@ -156,10 +176,12 @@ class Stream:
                     if delta.stopped:
                         self._finish = "stop"
                     if piece.text or piece.tokens:
+                        left = time.perf_counter()
                         yield piece
+                        start += time.perf_counter() - left  # what the reader does is not decoding
                     if delta.stopped:
                         return
-                if self._cancelled.is_set():
+                if self.cancelled.is_set():
                     break
             else:
                 self._finish = "stop" if committed[-1] in limits.eos else "length"
@@ -170,7 +192,7 @@ class Stream:
             rounds.close()
             if emitted:
                 self._stats.discarded = self._stats.decided - len(self._tokens)
-            engine.finish_request(request, committed)
+            engine.finish_request(request, committed, drafted=proposer is not None and emitted > 0)
 
     def _piece(self, text: str, settled: int) -> Piece:
         """Move the tokens that are settled by now from pending to sure."""
