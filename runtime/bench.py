@@ -84,12 +84,16 @@ def load_prompts(path: Path, *, per_category: int | None = None) -> list[BenchPr
     """
     prompts: list[BenchPrompt] = []
     counts: dict[str, int] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text ({error}): give a JSONL file.") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             prompt = _prompt(json.loads(line), number)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise UsageError(
                 f"{path.name} line {number} is no prompt: give an object with turns, prompt or messages."
             ) from error
