@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specrun.cli.main import main
+from specrun.runtime import verify as verify_module
+from specrun.runtime.verify import VerifyCase
+
+pytestmark = pytest.mark.usefixtures("tiny")
+
+
+def verify(*arguments: str) -> Result:
+    return CliRunner().invoke(
+        main, ["verify", "--model", "tiny", "--max-tokens", "20", "--draft-lengths", "1,4", *arguments]
+    )
+
+
+def test_the_table() -> None:
+    result = verify()
+    assert result.exit_code == 0, result.stderr
+    header, *rows = [line.split() for line in result.stdout.splitlines()]
+    assert header == ["method", "K", "sampling", "prompts", "tokens", "equal"]
+    assert [row[:3] for row in rows] == [["ngram", k, s] for s in ("greedy", "coupled") for k in ("1", "4", "adaptive")]
+    assert all(row[3:] == ["4", "80", "yes"] for row in rows)
+    assert "all 6 cases equal plain decoding (bitwise)" in result.stderr
+
+
+def test_json_and_a_file_of_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"turns": ["one", "two"]}, {"prompt": "three"}, {"messages": [{"role": "user", "content": "four"}]}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    value = json.loads(verify("--prompts", str(path), "--json").stdout)
+    assert value["ok"] is True
+    assert {case["prompts"] for case in value["cases"]} == {3}
+    value = json.loads(verify("--prompts", str(path), "--limit", "2", "--json").stdout)
+    assert {case["prompts"] for case in value["cases"]} == {2}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_first_difference_ends_it(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+    def cases(*arguments: Any, **options: Any) -> Any:
+        yield VerifyCase("ngram", 1, "greedy", 4, 80, True, None)
+        yield VerifyCase("ngram", 2, "greedy", 4, 30, False, "prompt 2: token 7 is 5 'a' in plain decoding")
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(verify_module, "verify", cases)
+    result = verify(*(["--json"] if as_json else []))
+    assert result.exit_code == 1
+    assert "prompt 2: token 7" in result.stderr
+    if as_json:
+        value = json.loads(result.stdout)
+        assert value["ok"] is False
+        assert len(value["cases"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--methods", "magic"), ("--methods", ","), ("--draft-lengths", "0"), ("--draft-lengths", "x"), ("--limit", "0")],
+)
+def test_wrong_usage(arguments: tuple[str, ...]) -> None:
+    assert verify(*arguments).exit_code == 2
+
+
+def test_a_file_that_holds_no_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n[1, 2]\n')
+    result = verify("--prompts", str(path))
+    assert result.exit_code == 2
+    assert "line 2" in result.stderr
+
+
+def test_check() -> None:
+    result = CliRunner().invoke(main, ["check", "tiny", "tiny"])
+    assert (result.exit_code, result.stdout) == (0, "tiny fits tiny\n")
+    value = json.loads(CliRunner().invoke(main, ["check", "tiny", "tiny", "--json"]).stdout)
+    assert value["fits"] is True
+    assert set(value) == {"fits", "reasons", "facts"}
+
+
+def test_check_of_a_draft_with_another_tokenizer(tiny_source: Path, tmp_path: Path) -> None:
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_source, other)
+    text = (other / "tokenizer.json").read_text(encoding="utf-8")
+    (other / "tokenizer.json").write_text(text.replace('"Ġw290"', '"Ġv290"'), encoding="utf-8")
+    assert CliRunner().invoke(main, ["export", str(other)]).exit_code == 0
+    result = CliRunner().invoke(main, ["check", "tiny", "other"])
+    assert (result.exit_code, result.stdout) == (1, "other does not fit tiny\n")
+    assert "id 290" in result.stderr
+    result = CliRunner().invoke(main, ["generate", "-m", "tiny", "--draft", "other", "x"])
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_bench(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    arguments = ["bench", "--model", "tiny", "--max-tokens", "8", "--repeats", "1", "--output", str(path)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.stderr
+    header, *rows = [line.split() for line in result.stdout.splitlines()]
+    assert header[:2] == ["category", "method"]
+    assert [row[1] for row in rows] == ["baseline", "none", "ngram"]
+    assert rows[1][-1] == rows[2][-1] == "yes"
+    kept = path.read_text()
+    value = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
+    assert path.read_text() == kept
+    assert [row["method"] for row in value["summary"]] == ["baseline", "none", "ngram"]
+    assert value["environment"]["model"] == "tiny"
