@@ -147,7 +147,10 @@ class TestJson:
         assert value["usage"]["completion_tokens"] == len(value["token_ids"]) == 30
         counts = value["speculation"]
         assert counts["accepted"] <= counts["evaluated"] <= counts["proposed"]
-        assert len(value["token_ids"]) == 1 + counts["accepted"] + counts["corrections"] + counts["bonuses"] - counts["discarded"]
+        assert (
+            len(value["token_ids"])
+            == 1 + counts["accepted"] + counts["corrections"] + counts["bonuses"] - counts["discarded"]
+        )
 
     def test_tokens(self) -> None:
         value = body("--tokens", "Hello")
