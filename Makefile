@@ -7,6 +7,7 @@ export SPECRUN_TEST_HOME
 # Whatever is installed or set around us must not leak into the environments made here.
 unexport PYTHONPATH PYTHONHOME
 
+DEMO_PROMPT = "Write a Python class for a bank account with deposit, withdraw and balance."
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -17,8 +18,8 @@ help:
 
 demo: .venv/.installed
 	@.venv/bin/specrun models pull smollm2-135m >/dev/null
-	@echo '$$ specrun generate --stats --max-tokens 120 "List the days of the week, then list them again."'
-	@.venv/bin/specrun generate --stats --max-tokens 120 "List the days of the week, then list them again."
+	@echo '$$ specrun generate --stats --max-tokens 200 $(DEMO_PROMPT)'
+	@.venv/bin/specrun generate --stats --max-tokens 200 $(DEMO_PROMPT)
 
 test: .venv-test/.installed
 	.venv-test/bin/python -m pytest
