@@ -87,12 +87,9 @@ class GraphBuilder:
         if matrix.bits == 32:
             # The weight stays [N, K] so that a tied embedding is stored once; the kernel prepacks it at load.
             return self.op("FusedMatMul", [x, self.weight(tensors["weight"])], MICROSOFT, transB=1)
-        inputs: list[ir.Value | None] = [x, self.weight(tensors["packed"]), self.weight(tensors["scales"])]
-        if "zero_points" in tensors:
-            inputs.append(self.weight(tensors["zero_points"]))
         return self.op(
             "MatMulNBits",
-            inputs,
+            [x, self.weight(tensors["packed"]), self.weight(tensors["scales"])],
             MICROSOFT,
             K=matrix.columns,
             N=matrix.rows,

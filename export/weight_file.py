@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 INLINE_BYTES = 1024
 ALIGNMENT = 4096
 
-Stored = ir.ExternalTensor | ir.Tensor
+Stored = ir.ExternalTensor | ir.Tensor[NDArray[np.generic]]
 
 
 class WeightFile:

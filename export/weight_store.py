@@ -149,8 +149,6 @@ def store_matrix(file: WeightFile, name: str, matrix: Matrix) -> StoredMatrix:
             "packed": file.add(f"{name}.packed", matrix.packed),
             "scales": file.add(f"{name}.scales", matrix.scales),
         }
-        if matrix.zero_points is not None:
-            tensors["zero_points"] = file.add(f"{name}.zero_points", matrix.zero_points)
         if matrix.offsets is not None:
             tensors["offsets"] = file.add(f"{name}.offsets", np.ascontiguousarray(matrix.offsets.T))
         return StoredMatrix(matrix.type_name, matrix.rows, matrix.columns, matrix.bits, matrix.block, tensors)
