@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -26,7 +28,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 class ProgressLine:
-    """Shows progress on stderr: one line that is redrawn on a terminal, else one line for each label.
+    """Shows progress on stderr: one line that is redrawn on a terminal, else a line for a new label, one a second.
 
     Its calls are those of `specrun.models_cache.progress.Progress`; `used` says whether there was one.
     """
@@ -35,14 +37,16 @@ class ProgressLine:
         self.used = False
         self._label = ""
         self._shown = ""
+        self._said = -math.inf
         self._terminal = is_terminal(sys.stderr)
 
     def __call__(self, label: str, done: int, total: int | None) -> None:
         self.used = True
         if not self._terminal:
-            if label != self._label:
+            now = time.monotonic()
+            if label != self._label and now - self._said >= _PATIENCE_S:
                 click.echo(label, err=True)
-            self._label = label
+                self._label, self._said = label, now
             return
         share = f" {100 * done // total}%" if total else f" {done / 1e6:.1f} MB" if done else ""
         if (text := label + share) != self._shown:
