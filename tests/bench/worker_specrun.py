@@ -1,0 +1,52 @@
+"""The specrun side: greedy runs of one bundle, exact ("none", "ngram") or as the inexact, unpadded "baseline"."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from worker import Answer, serve
+
+from specrun.models_cache import load_bundle
+from specrun.runtime import Engine
+from specrun.runtime.backend import onnxruntime
+from specrun.runtime.engine import Prompt
+from specrun.runtime.session import WidthRule
+
+
+def main(folder: str, threads: str) -> None:
+    engine = Engine(load_bundle(Path(folder)), threads=int(threads))
+
+    def about() -> Answer:
+        return {"onnxruntime": onnxruntime().__version__, "exactness": engine.calibration.exactness}
+
+    def encode(prompt: Prompt) -> Answer:
+        return {"prompt_ids": engine.encode(prompt)}
+
+    def run(
+        method: str, prompt: Prompt, prompt_ids: list[int], max_tokens: int, draft_length: int | None = None
+    ) -> Answer:
+        engine.reset()
+        rule = engine.target.width_rule
+        chosen = method
+        if method == "baseline":
+            chosen = "none"
+            engine.target.width_rule = WidthRule(padded=False, exact=False)
+        try:
+            stream = engine.stream(
+                prompt, method=chosen, draft_length=draft_length, max_tokens=max_tokens, ignore_eos=True
+            )
+            if stream.prompt_tokens != prompt_ids:
+                raise ValueError("the prompt has other token ids than before")
+            for _ in stream:
+                continue
+        finally:
+            engine.target.width_rule = rule
+        result = stream.result
+        return {"token_ids": result.token_ids, "decode_s": result.timings.decode_s}
+
+    serve({"about": about, "encode": encode, "run": run})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
