@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from specrun.runtime.stream import Piece
 
 _CLEAR = "\r\x1b[K"
-_PATIENCE_S = 1.0
+_PATIENCE_S = 1.0  # before a wait is mentioned
+_INTERVAL_S = 1.0  # between lines of progress
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -44,7 +45,7 @@ class ProgressLine:
         self.used = True
         if not self._terminal:
             now = time.monotonic()
-            if label != self._label and now - self._said >= _PATIENCE_S:
+            if label != self._label and now - self._said >= _INTERVAL_S:
                 click.echo(label, err=True)
                 self._label, self._said = label, now
             return

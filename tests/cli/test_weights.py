@@ -24,7 +24,7 @@ PROMPTS = [
 def answer(run: Run, smollm2: str) -> Any:
     def call(method: str, prompt: str, *arguments: str) -> dict[str, Any]:
         done = run("generate", "--model", smollm2, "--method", method, "--json", *arguments, prompt)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
         value: dict[str, Any] = json.loads(done.stdout)
         return value
 
