@@ -56,7 +56,10 @@ NGRAM = (Method("specrun", "ngram", "specrun ngram", EXACT.label), Method("genai
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One timed run. decode_s: seconds from the first token to the last."""
+    """One timed run. decode_s: seconds from the first token to the last.
+
+    waiting_s, waiting_cpu_s: how long the other side waited meanwhile, and its processor seconds in that time.
+    """
 
     prompt: str
     method: str
@@ -64,6 +67,8 @@ class Run:
     prompt_tokens: int
     tokens: int
     decode_s: float
+    waiting_s: float
+    waiting_cpu_s: float
     token_ids: tuple[int, ...]
 
     @property
@@ -124,11 +129,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             worker.ask("about")  # it has loaded its model before the other one starts
         about = {side: worker.ask("about") for side, worker in workers.items()}
         runs = list(_runs(workers, prompts, methods, options))
-        after = {side: worker.ask("about") for side, worker in workers.items()}
-    idle = {
-        side: (after[side]["idle_cpu_s"] - about[side]["idle_cpu_s"]) / (after[side]["idle_s"] - about[side]["idle_s"])
-        for side in workers
-    }
+    waiting = {side: [run for run in runs if not run.method.startswith(side)] for side in workers}
     rows = [_row(method, runs) for method in methods]
     first = {label: _texts(runs, label) for label in (EXACT.label, GENAI.label)}
     equal = [shared_prefix(first[EXACT.label][prompt][0], first[GENAI.label][prompt][0]) for prompt in first["genai"]]
@@ -151,7 +152,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "methods": [asdict(row) for row in rows],
         "exact_to_genai": rows[0].ratio,
         "baseline_to_genai": rows[1].ratio,
-        "idle_load": idle,
+        "idle_load": {
+            side: sum(run.waiting_cpu_s for run in during) / sum(run.waiting_s for run in during)
+            for side, during in waiting.items()
+        },
         "equal_leading_tokens": statistics.median(equal),
         "runs": [asdict(run) for run in runs],
     }
@@ -190,7 +194,10 @@ def _run(
     elif method.name == "ngram":
         request["draft_length"] = options.ngram
     time.sleep(SETTLE_S)
+    (other,) = (worker for side, worker in workers.items() if side != method.side)
+    before = other.ask("about")
     answer = workers[method.side].ask("run", **request)
+    after = other.ask("about")
     tokens = len(answer["token_ids"])
     if tokens < 2:
         raise BenchError(f"{method.label} wrote {tokens} tokens for prompt {prompt.id}: leave this prompt out.")
@@ -201,6 +208,8 @@ def _run(
         prompt_tokens=len(prompt_ids),
         tokens=tokens,
         decode_s=answer["decode_s"],
+        waiting_s=after["idle_s"] - before["idle_s"],
+        waiting_cpu_s=after["idle_cpu_s"] - before["idle_cpu_s"],
         token_ids=tuple(answer["token_ids"]),
     )
 

@@ -64,12 +64,14 @@ def genai_model(work: Path, python: Path, source: FetchedSource, extra_options: 
     weights, unfinished, log = work / "weights", work / "model-unfinished", work / "build.log"
     for left in (weights, unfinished):
         shutil.rmtree(left, ignore_errors=True)
-    write_transformers_folder(weights, source.path)
     builder = [os.fspath(python), "-m", "onnxruntime_genai.models.builder", "--precision", "int8"]
     builder += ["--execution_provider", "cpu", "--input", os.fspath(weights), "--output", os.fspath(unfinished)]
     builder += ["--cache_dir", os.fspath(work / "build-cache"), "--extra_options", "hf_token=false", *options]
-    _call(builder, log, "onnxruntime-genai's builder failed")
-    shutil.rmtree(weights)
+    try:
+        write_transformers_folder(weights, source.path)
+        _call(builder, log, "onnxruntime-genai's builder failed")
+    finally:
+        shutil.rmtree(weights, ignore_errors=True)
     unfinished.rename(folder)
     return folder
 
