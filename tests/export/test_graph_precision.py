@@ -28,6 +28,8 @@ MIXED_FILES: dict[str, Callable[[str], str]] = {
     "float embedding": lambda name: "BF16" if name == "token_embd.weight" else "Q5_K",
     "float layers": lambda name: "Q4_K" if name in ("token_embd.weight", "output.weight") else "F16",
 }
+# The random blocks of these make weights so small that little of the logits comes through them.
+SMOOTH = ("Q4_K", "Q5_K", "Q4_K_M", "float embedding", "float layers")
 
 
 def _part(name: str) -> str:
@@ -52,8 +54,9 @@ def test_source_keeps_every_weight(types: str, tiny_folder: Callable[[str], Path
     weights = open_weights(gguf_from_folder(tiny_folder("llama-wide"), tmp_path / "wide.gguf", type_of))
     expected = reference_logits(weights, TEXT)
     found = graph_logits(weights, tmp_path / "graphs", "source")
-    # One wrong scale, nibble order or row order in one projection costs ten times as much.
-    assert relative_error(found, expected) < (1e-4 if types in ("F16", "BF16") else 0.06)
+    # Scales in the wrong place in one projection of one layer cost three times as much, wrong nibbles thirty times.
+    bound = 1e-4 if types in ("F16", "BF16") else 0.015 if types in SMOOTH else 0.06
+    assert relative_error(found, expected) < bound
 
 
 @pytest.mark.parametrize("variant", ["llama-heads", "llama-tied", "mistral", "qwen2", "qwen3", "smollm3"])
