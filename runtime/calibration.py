@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -203,9 +204,13 @@ def _processor() -> str:
 def _load(path: Path) -> Calibration | None:
     try:
         raw = json.loads(path.read_text())
-        return Calibration(raw["width_multiple"], {int(width): float(cost) for width, cost in raw["costs"].items()})
+        multiple, costs = raw["width_multiple"], {int(width): float(cost) for width, cost in raw["costs"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # absent or damaged: the probe is repeated
+    sound = (multiple is None or multiple in MULTIPLES) and 1 in costs and set(costs) <= set(TIMED_WIDTHS)
+    if not sound or not all(math.isfinite(cost) and cost > 0 for cost in costs.values()):
+        return None
+    return Calibration(multiple, costs)
 
 
 def _save(path: Path, found: Calibration) -> None:

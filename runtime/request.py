@@ -54,6 +54,8 @@ def request_options(
         raise UsageError(f"Unknown method '{method}': choose one of {', '.join(METHODS)}.")
     if isinstance(stop, str):
         stop = (stop,)
+    if isinstance(sample_index, bool) or not isinstance(sample_index, int) or not 0 <= sample_index < 2**64:
+        raise UsageError(f"sample_index must be a whole number from 0 to 2**64 - 1, not {sample_index!r}.")
     chosen = SamplingOptions(
         temperature=temperature,
         top_k=top_k,
