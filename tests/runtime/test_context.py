@@ -18,7 +18,7 @@ RAW: dict[str, Any] = {"raw": True, "ignore_eos": True}
 
 @pytest.mark.parametrize("draft", ["self", "mix", "mix-48"])
 def test_k_shrinks_at_the_end_of_the_context(models: TinyModels, draft: str) -> None:
-    """exllamav2#274, llama.cpp#10641: context 64, 60-token prompt, limit 50, every K: ends where plain decoding ends."""
+    """exllamav2#274, llama.cpp#10641: context 64, 60-token prompt, limit 50, every K: ends where plain ends."""
     engine = models.engine("tgt-64", draft)
     for count in (1, 20, 47, 56, 60, 62, 63):
         prompt = text_of(count)

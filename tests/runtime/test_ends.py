@@ -66,7 +66,7 @@ def test_ids_go_on_when_eos_is_ignored(table: Engine) -> None:
 
 
 def test_a_second_end_of_text_id(models: TinyModels) -> None:
-    """vllm#4180, openvino.genai#1951: generation_config names an id that the tokenizer does not: the text ends there."""
+    """vllm#4180, openvino.genai#1951: generation_config names an id that the tokenizer does not: it ends the text."""
     engine = models.engine("table-eos", "table-eos")
     assert engine.tokenizer.special_ids.eos == (0, token_id("!"))
     for result in speculative(engine, "M", max_tokens=10):
@@ -83,7 +83,7 @@ def test_streamed_ids_are_the_returned_ones(table: Engine) -> None:
 
 
 def test_stop_string_inside_a_block(table: Engine) -> None:
-    """sglang#23802, vllm#47616: "A b END c...", stop END: text, ids, log-probabilities and usage agree after the cut."""
+    """sglang#23802, vllm#47616: "A b END c...", stop END: text, ids, logprobs and usage agree after the cut."""
     assert table.generate("A", method="none", raw=True, max_tokens=9).text == " b END cFGH"[:11]
     results = list(speculative(table, "A", stop=["END"], max_tokens=12, logprobs=2))
     for result in results:

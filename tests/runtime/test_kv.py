@@ -222,7 +222,7 @@ def test_five_rewinds(models: TinyModels) -> None:
 
 
 def test_a_draft_request_that_drafts_nothing_keeps_the_draft_true(models: TinyModels) -> None:
-    """After a request with K = 0 the draft's cache is not taken for that request's: proposals stay as good as before."""
+    """After a request with K = 0 the draft's cache is not taken for that request's: proposals stay as good."""
     engine = models.engine("tgt", "self")
     first, second = text_of(60), "abc" + text_of(60)
     for middle in ({"method": "draft", "draft_length": 0}, {"method": "none"}, {"method": "ngram"}):
