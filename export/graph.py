@@ -16,6 +16,9 @@ from specrun.export.weight_store import StoredLayer, StoredWeights
 def build_target(config: ModelConfig, stored: StoredWeights, file: WeightFile, *, ragged: bool) -> ir.Model:
     """The target graph of design.md.
 
+    The window of a sliding layer counts slots of the cache, not `position_ids`: of a token tree longer than that
+    window with its past, only the part laid out as a chain from the past on is right there.
+
     `ragged` feeds `query_lengths` to the attention, so that rows of a batch may have different numbers of new
     positions; without it the graph loads in ONNX Runtime builds older than 1.32 and serves batch 1.
     """

@@ -156,6 +156,17 @@ def test_each_path_of_a_tree_equals_its_chain(variant: str, graph: str, fp32_gra
         close(logits[path], runner.run([[tokens[node] for node in path]])[0])
 
 
+def test_a_tree_within_the_window(fp32_graphs: Graphs) -> None:
+    # The window counts slots of the cache, so beyond it a tree would be wrong (see build_target).
+    folder, weights = fp32_graphs("mistral")
+    runner = GraphRunner(folder / "target.onnx", weights)
+    parents, depths = [-1, 0, 0, 1, 1, 2, 3], [0, 1, 1, 2, 2, 2, 3]
+    logits = runner.run([TEXT[:7]], bias=tree_bias(parents), position_ids=np.array([depths]))[0]
+    for path in ([0, 1, 3, 6], [0, 1, 4], [0, 2, 5]):
+        runner.lengths[0] = 0
+        close(logits[path], runner.run([[TEXT[node] for node in path]])[0])
+
+
 # tensai#37, llama.cpp#2376: 8 heads with 2 KV heads, q and k permuted for llama only; llama.cpp#11345: a tied head
 @pytest.mark.parametrize("variant", ["llama-heads", "llama-tied", "mistral", "qwen2", "qwen3", "smollm3"])
 def test_graphs_of_gguf_files_equal_transformers(
