@@ -187,7 +187,13 @@ def _run(
     options: argparse.Namespace,
     max_tokens: int,
 ) -> Run:
-    prompt_ids = workers["specrun"].ask("encode", prompt=prompt.prompt)["prompt_ids"]
+    encoded = workers["specrun"].ask("encode", prompt=prompt.prompt)
+    prompt_ids = encoded["prompt_ids"]
+    if len(prompt_ids) + options.max_tokens > encoded["context"]:
+        raise BenchError(
+            f"Prompt {prompt.id} has {len(prompt_ids)} tokens and the context holds {encoded['context']}: "
+            "leave it out or lower --max-tokens."
+        )
     request: dict[str, Any] = {"method": method.name, "prompt_ids": prompt_ids, "max_tokens": max_tokens}
     if method.side == "specrun":
         request["prompt"] = prompt.prompt

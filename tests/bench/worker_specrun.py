@@ -21,7 +21,7 @@ def main(folder: str, threads: str) -> None:
         return {"onnxruntime": onnxruntime().__version__, "exactness": engine.calibration.exactness}
 
     def encode(prompt: Prompt) -> Answer:
-        return {"prompt_ids": engine.encode(prompt)}
+        return {"prompt_ids": engine.encode(prompt), "context": engine.context}
 
     def run(
         method: str, prompt: Prompt, prompt_ids: list[int], max_tokens: int, draft_length: int | None = None
