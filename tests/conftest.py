@@ -22,6 +22,9 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
+# A shell that starts tests in the background has Ctrl-C ignored, and its children inherit that.
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 

@@ -15,6 +15,8 @@ from click.testing import CliRunner, Result
 from specrun.cli.main import main
 from specrun.runtime import Engine
 
+from ..conftest import INTERRUPTIBLE
+
 pytestmark = pytest.mark.usefixtures("tiny")
 
 
@@ -98,7 +100,11 @@ def test_on_a_terminal() -> None:
     code = "from specrun.cli.main import main; main()"
     arguments = ["chat", "--model", "tiny", "--max-tokens", "15000", "--min-tokens", "15000"]
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        [sys.executable, "-c", INTERRUPTIBLE + code, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
     )
     os.close(theirs)
     seen = b""

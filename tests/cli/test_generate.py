@@ -18,6 +18,8 @@ from specrun.cli.output import end_text, write_text
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.runtime import Engine
 
+from ..conftest import INTERRUPTIBLE
+
 KEYS: dict[str, set[str]] = {
     "usage": {"prompt_tokens", "completion_tokens", "cached_tokens"},
     "timings": {"load_s", "prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s"},
@@ -288,7 +290,7 @@ def test_ctrl_c_keeps_what_there_is(tiny: str, as_json: bool) -> None:
             "s.Stream.__next__ = tell\n" + code
         )
     with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", INTERRUPTIBLE + code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
