@@ -62,7 +62,8 @@ def bench(
     """Time methods on this machine, in turn, prompt by prompt.
 
     The baseline is plain decoding at its fastest, which gives up exactness; "none" is exact plain decoding. `ratio` is
-    how much faster than the baseline a method writes a token; `equal` whether its texts are those of "none".
+    how much faster than the baseline a method writes a token, `ms over` the milliseconds a round outside ONNX Runtime,
+    `equal` whether its texts are those of "none".
 
     \b
     Examples:

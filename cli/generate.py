@@ -81,10 +81,10 @@ def generate(
             objects.append(result.to_json(texts))
             if interrupted:
                 break
+        if as_json:
+            echo_json(objects[0] if samples == 1 else {"samples": objects})
         if ngrams is not None:
             engine.save_ngrams(Path(ngrams))
-    if as_json:
-        echo_json(objects[0] if samples == 1 else {"samples": objects})
     if interrupted:
         raise click.exceptions.Exit(130)
 
