@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from specrun.models_cache.layout import Bundle, cache_root
 from specrun.runtime.backend import onnxruntime
-from specrun.runtime.session import ModelSession, WidthRule
+from specrun.runtime.session import WIDEST_BARE, ModelSession, WidthRule
 
-VERSION = 2
-PROBED_WIDTHS = tuple(range(1, 17))
-LONG_WIDTHS = (64, 256)
+VERSION = 3
+PROBED_WIDTHS = tuple(range(1, WIDEST_BARE + 1))
+LONG_WIDTHS = (64, 256)  # and one that leaves a lone row in the attention's last block
 TIMED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17)
 MULTIPLES = (1, 2, 4)
 BASE = 24  # tokens before the probed ones
@@ -107,7 +107,8 @@ def _holds(
         return False
     if session.sizes.context < max(LONG_WIDTHS) + BASE:
         return True
-    long = [_long(session, tokens, width) for width in (16, *LONG_WIDTHS)]
+    lone = 2 * session.sizes.head_dim + 1
+    long = [_long(session, tokens, width) for width in (16, *LONG_WIDTHS, lone)]
     return all(np.array_equal(rows, long[0]) for rows in long)
 
 
@@ -127,7 +128,7 @@ def _long(session: ModelSession, tokens: list[int], width: int) -> NDArray[np.fl
     session.rewind_to(0)
     total = max(LONG_WIDTHS)
     for start in range(0, total, width):
-        logits = session.run(tokens[start : start + width], rows=1)
+        logits = session.run(tokens[start : min(start + width, total)], rows=1)
     return logits.copy()
 
 

@@ -22,6 +22,7 @@ from specrun.runtime.backend import build_features, create_session, first_line, 
 from specrun.runtime.kv_cache import KVCache
 
 PREFILL_CHUNK = 256
+WIDEST_BARE = 16  # the widest run without a dummy row; calibration probes them all
 MAX_FRAMES = 48
 
 
@@ -158,7 +159,9 @@ class ModelSession:
             positions += 1
         while rows * batch % rule.multiple:
             rows += 1
-        return positions, int(positions == 1), rows
+        # The attention takes its rows in blocks (2 x head_dim of them, fewer where the L2 cache is small), and a wide run
+        # may leave a lone one in the last block. With a dummy row behind it no real row is ever alone.
+        return positions, int(positions == 1 or positions > WIDEST_BARE), rows
 
     def _bind(self, positions: int, pad: int, rows: int) -> _Frame:
         capacity = self.cache.capacity
