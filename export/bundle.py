@@ -12,7 +12,7 @@ import onnx_ir as ir
 from specrun.export.config import ModelConfig
 from specrun.export.fidelity import TEXT, measure_fidelity
 from specrun.export.graph import build_target
-from specrun.export.quantize import check_precision
+from specrun.export.quantize import DEFAULT_BLOCKS, check_precision
 from specrun.export.tokenizer import TokenizerFiles, tokenizer_files
 from specrun.export.weight_file import WeightFile
 from specrun.export.weight_store import SPARE_POSITIONS, store_weights
@@ -49,7 +49,8 @@ def export_bundle(
     a scale (int8, int4). name: the source's own name, with the precision after it unless it is the default.
     output: a folder outside the cache. An existing bundle of that name is returned as it is unless `force`.
 
-    Raises UsageError, SourceError, IntegrityError, UnsupportedModelError, CacheError.
+    Raises UsageError, also where a bundle of that name was made from another source or in another precision;
+    SourceError, IntegrityError, UnsupportedModelError, CacheError.
     """
     report = progress or no_progress
     precision = precision or DEFAULT_PRECISION
@@ -61,11 +62,26 @@ def export_bundle(
         fetched = fetch_source(source, progress=report)
         return write_bundle(folder, fetched, precision=precision, block=block, progress=report)
 
-    return bundle_or_build(name, build, output=output, force=force, progress=report)
+    bundle = bundle_or_build(name, build, output=output, force=force, progress=report)
+    manifest = bundle.manifest
+    made = bundle_name(manifest.source.name), manifest.precision.get("requested")
+    if made != (bundle_name(source), _requested(precision, block)):
+        raise UsageError(
+            f"{name} is there already, made from {manifest.source.name} as {made[1]}: "
+            "choose another --name, or --force to replace it."
+        )
+    return bundle
+
+
+def _requested(precision: str, block: int | None) -> str:
+    """What was asked for: the precision, and the block size where it is not the default."""
+    return precision if block in (None, DEFAULT_BLOCKS.get(precision)) else f"{precision}, block {block}"
 
 
 def bundle_name(source: str) -> str:
     """The default bundle name of a source: its last part in lower case, without `.gguf`."""
+    if Path(source).exists():
+        source = str(Path(source).absolute())
     last = re.split(r"[/\\]", source.rstrip("/\\"))[-1]
     return re.sub(r"\.gguf$", "", last, flags=re.IGNORECASE).lower()
 
@@ -104,7 +120,7 @@ def write_bundle(
         sizes=_sizes(config, tokenizer),
         special_ids=tokenizer.special_ids,
         graphs=graphs,
-        precision={"requested": precision, **stored.type_names()},
+        precision={"requested": _requested(precision, block), **stored.type_names()},
         kv=KVSpec("float32", config.context + SPARE_POSITIONS),
         source=SourceInfo(fetched.name, fetched.kind, fetched.files, fetched.licence or config.licence),
         fidelity=fidelity,

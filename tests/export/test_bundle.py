@@ -316,6 +316,25 @@ def test_an_existing_bundle_is_returned_as_it_is(source: Callable[..., Path], mo
     assert export_bundle(str(folder), precision="int8").digest == first.digest
 
 
+@pytest.mark.parametrize("options", [{"precision": "fp32"}, {"block": 64}])
+def test_an_existing_bundle_made_otherwise_is_not_passed_off(
+    source: Callable[..., Path], options: dict[str, Any]
+) -> None:
+    folder = source()
+    export_bundle(str(folder), name="kept")
+    with pytest.raises(UsageError, match="made from tiny as int8.*--force"):
+        export_bundle(str(folder), name="kept", **options)
+
+
+def test_an_existing_bundle_of_another_source_is_not_passed_off(source: Callable[..., Path]) -> None:
+    folder = source()
+    export_bundle(str(folder), name="kept")
+    other = folder.rename(folder.with_name("other"))
+    with pytest.raises(UsageError, match="made from tiny"):
+        export_bundle(str(other), name="kept")
+    assert export_bundle(str(other)).manifest.name == "other"
+
+
 def test_force_builds_anew_and_a_failed_one_keeps_the_old(source: Callable[..., Path]) -> None:
     folder = source()
     first = export_bundle(str(folder), name="kept")
