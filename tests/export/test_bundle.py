@@ -322,7 +322,7 @@ def test_an_existing_bundle_made_otherwise_is_not_passed_off(
 ) -> None:
     folder = source()
     export_bundle(str(folder), name="kept")
-    with pytest.raises(UsageError, match="made from tiny as int8.*--force"):
+    with pytest.raises(UsageError, match=r"made from tiny as int8.*--force"):
         export_bundle(str(folder), name="kept", **options)
 
 

@@ -24,7 +24,7 @@ LINES = ids(
     "S", "Ċ", "T", "U", "V", "W", "X", "Y", "Z", "?", "@", "#", "$", "%", "&", "*", "(", ")", "+", ",", "-", "."
 )
 EARTH = "🌍"  # F0 9F 8C 8D
-JAPANESE = "日本語"
+CJK = "日語"  # E6 97 A5 E8 AA 9E
 LOOP = ids("<", "=", ">", "^", "<")
 
 
@@ -35,14 +35,16 @@ def _byte_ids(text: str) -> list[int]:
     return [token_id(character) for piece, _ in spelt for character in piece]
 
 
-# No two of these share a first byte with different followers.
+# No byte of these has two followers.
 EARTH_IDS = [token_id("["), *_byte_ids(EARTH), token_id("]"), token_id("{")]
+CJK_IDS = [token_id("|"), *_byte_ids(CJK), token_id("~"), token_id("}")]
 TABLE = chain_table(
     [*LOWER, TURN_END_ID, *ids("1", "2", "3", "4", "5", "6", "7", "8", "9")],
     STOPPED,
     EARLY_END,
     LINES,
     EARTH_IDS,
+    CJK_IDS,
     LOOP,
 )
 
