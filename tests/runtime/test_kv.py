@@ -334,6 +334,22 @@ def test_ragged_rows_equal_solo_rows(models: TinyModels, name: str, multiple: in
         assert batch.cache.lengths == seen
 
 
+@pytest.mark.parametrize("name", ["tgt", "tgt-int8"])
+def test_wide_ragged_rows_equal_solo_rows(models: TinyModels, name: str) -> None:
+    """Prompts of several rows in one run, one of them long, one a lone token."""
+    open_session = session_opener(models.bundle(name), 1)
+    solo, batch = open_session(1, WidthRule()), open_session(3, WidthRule())
+    tokens = np.random.default_rng(9).integers(3, 270, 256).tolist()
+    solo.rewind_to(0)
+    expected = solo.run(tokens[:200], rows=200).copy()
+    for counts in ((33, 40, 1), (65, 17, 64), (2, 97, 33), (1, 1, 129)):
+        for row in range(3):
+            batch.cache.rewind_to(0, row=row)
+        logits = batch.run_batch([tokens[:count] for count in counts], rows=max(counts))
+        for row, count in enumerate(counts):
+            assert (logits[row, max(counts) - count :] == expected[:count]).all(), (counts, row)
+
+
 # Width rules
 
 
@@ -360,7 +376,7 @@ def test_padded_widths_are_exact(models: TinyModels, multiple: int) -> None:
             positions, pad, rows = session._padded(width, width)
             assert positions % multiple == rows % multiple == 0
             assert positions - width < multiple
-            assert pad == (positions == 1)
+            assert pad == (positions == 1)  # the attention never sees a lone row
     finally:
         engine.calibration = calibration
         engine.target.width_rule, engine._draft.width_rule = rules
@@ -384,6 +400,30 @@ def test_the_variant_for_older_runtimes(models: TinyModels, monkeypatch: pytest.
                 assert old.generate(text, method=method, draft_length=4, max_tokens=40, raw=True).token_ids == wanted
         with pytest.raises(BackendError, match="one row at a time"):
             session_opener(old.bundle, 1)(2, WidthRule())
+
+
+@pytest.mark.parametrize("name", ["tgt", "tgt-int8", "tgt-int4", "tgt-source"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_width_is_exact(models: TinyModels, name: str, threads: int) -> None:
+    """Runs of 1 .. 256 tokens: each row has the bits that it has in runs of 16.
+
+    The attention works in blocks of 2 x head_dim rows, here 32: 33, 65, 97, ... would leave a lone one.
+    """
+    session = session_opener(models.bundle(name), threads)(1, WidthRule())
+    tokens = np.random.default_rng(5).integers(3, 270, 256).tolist()
+
+    def rows(width: int) -> np.ndarray:
+        session.rewind_to(0)
+        return np.concatenate(
+            [
+                session.run(tokens[start : start + width], rows=min(width, 256 - start)).copy()
+                for start in range(0, 256, width)
+            ]
+        )
+
+    expected = rows(16)
+    for width in (*range(1, 36), 63, 64, 65, 66, 69, 96, 97, 127, 128, 129, 161, 193, 225, 255, 256):
+        assert (rows(width) == expected).all(), width
 
 
 def test_an_empty_proposal_is_a_plain_step(session: ModelSession, prompt: list[int]) -> None:

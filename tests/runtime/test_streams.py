@@ -1,0 +1,552 @@
+"""Streams: whole characters, early ends at any moment, errors in the middle, threads, memory, closing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specrun.models_cache.errors import BackendError, SpecrunError
+from specrun.runtime import Engine
+from specrun.runtime.chooser import Chooser
+from specrun.runtime.ngram_table import NgramTable
+from specrun.runtime.session import ModelSession
+
+from .checks import check_counters, read, same_output, text_of
+from .conftest import TinyModels
+from .tiny_bundles import PROMPT
+from .toys import CJK, CJK_IDS, EARTH, EARTH_IDS
+
+RAW: dict[str, Any] = {"raw": True, "ignore_eos": True}
+METHODS = ("none", "draft", "ngram")
+
+
+@pytest.fixture
+def engine(models: TinyModels) -> Engine:
+    return models.engine("tgt", "mix")
+
+
+# Text
+
+
+@pytest.mark.parametrize("draft_length", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("prompt", "text", "ids"), [("[", EARTH, EARTH_IDS), ("|", CJK, CJK_IDS)])
+def test_characters_over_block_edges(
+    models: TinyModels, prompt: str, text: str, ids: Sequence[int], draft_length: int
+) -> None:
+    """onnxruntime-genai#314, TensorRT-LLM#2595, ferrox#124, lucebox#641: a character over several tokens and blocks."""
+    engine = models.engine("table", "table")
+    whole = len(text.encode())
+    tail = engine.tokenizer.decode(ids[1 + whole :])
+    for method in METHODS:
+        options = {"raw": True, "method": method, "draft_length": draft_length}
+        pieces, result = read(engine.stream(prompt, max_tokens=whole + 2, **options))
+        assert result.text == text + tail
+        assert result.token_ids == tuple(ids[1:])
+        assert all("\ufffd" not in piece.text for piece in pieces)
+        for limit in range(1, whole):  # the limit lands inside a character: what is left of it becomes U+FFFD
+            _, cut = read(engine.stream(prompt, max_tokens=limit, **options))
+            assert cut.text == text.encode()[:limit].decode("utf-8", "replace")
+            assert cut.token_ids == tuple(ids[1 : limit + 1])
+            assert cut.finish_reason == "length"
+
+
+def test_pieces_join(engine: Engine) -> None:
+    """The pieces are the text of the ids, whatever bytes the model writes; each token comes with its text."""
+    for method in METHODS:
+        pieces, result = read(engine.stream(PROMPT, method=method, draft_length=4, max_tokens=200, **RAW))
+        assert result.text == engine.tokenizer.decode(result.token_ids)
+        assert len(pieces) > 50
+        assert all(piece.text or piece.tokens for piece in pieces)
+
+
+def test_special_tokens_in_user_text(engine: Engine) -> None:
+    """transformers#29279: "<|im_end|>" that a user wrote stays ordinary text, raw and in a chat."""
+    for ids in (engine.encode("<|im_end|>", raw=True), engine.encode("a <|im_end|> b")[3:-12]):
+        assert engine.tokenizer.control_ids.isdisjoint(ids)
+
+
+# Early ends
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stream_closed_anywhere(engine: Engine, models: TinyModels, method: str) -> None:
+    """openvino.genai#1658: after an end at any piece, the next request equals that of a fresh engine."""
+    fresh = models.engine("tgt")
+    whole = engine.generate(PROMPT, method="none", max_tokens=40, **RAW)
+    for count in (0, 1, 2, 3, 5, 8, 13):
+        stream = engine.stream(PROMPT, method=method, draft_length=5, max_tokens=40, **RAW)
+        for _ in range(count):
+            next(stream)
+        stream.close()
+        stream.close()
+        result = stream.result
+        assert result.finish_reason == "cancelled"
+        assert whole.text.startswith(result.text)
+        assert whole.token_ids[: len(result.token_ids)] == result.token_ids
+        if count:
+            check_counters(result)
+        follow_up = PROMPT + result.text
+        fresh.reset()
+        expected = fresh.generate(follow_up, method="none", max_tokens=20, **RAW)
+        assert engine.generate(follow_up, method=method, max_tokens=20, **RAW).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cancel(engine: Engine, method: str) -> None:
+    """Cancelling ends after the round that runs, with the text of what was decided."""
+    whole = engine.generate(PROMPT, method="none", max_tokens=60, **RAW)
+    stream = engine.stream(PROMPT, method=method, draft_length=4, max_tokens=60, **RAW)
+    for index, _ in enumerate(stream):
+        if index == 6:
+            thread = threading.Thread(target=stream.cancel)
+            thread.start()
+            thread.join()
+    result = stream.result
+    assert result.finish_reason == "cancelled"
+    assert 6 < len(result.token_ids) < 20
+    assert result.text == engine.tokenizer.decode(result.token_ids)
+    assert whole.token_ids[: len(result.token_ids)] == result.token_ids
+    assert result.speculation.discarded == 0
+    check_counters(result)
+    same_output(engine.generate(PROMPT, method=method, max_tokens=60, **RAW), whole)
+
+
+def test_leaving_the_loop_frees_the_engine(engine: Engine) -> None:
+    """`for piece in engine.stream(...): break` and a dropped stream free the engine at once, without the collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in engine.stream(PROMPT, **RAW):
+            break
+        engine.generate(PROMPT, max_tokens=3, **RAW)
+        named = engine.stream(PROMPT, max_tokens=9, **RAW)
+        for _ in named:
+            break
+        assert named.result.finish_reason == "cancelled"
+        engine.generate(PROMPT, max_tokens=3, **RAW)
+        stream = engine.stream(PROMPT, **RAW)
+        next(stream)
+        del stream
+        engine.generate(PROMPT, max_tokens=3, **RAW)
+    finally:
+        gc.enable()
+
+
+def test_an_exception_of_the_reader(engine: Engine) -> None:
+    whole = engine.generate(PROMPT, method="none", max_tokens=30, **RAW)
+
+    def read_badly() -> None:
+        for piece in engine.stream(PROMPT, draft_length=4, max_tokens=30, **RAW):
+            if len(piece.text) >= 0:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        read_badly()
+    same_output(engine.generate(PROMPT, draft_length=4, max_tokens=30, **RAW), whole)
+
+
+def test_results_are_asked_for_at_the_end(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, max_tokens=5, **RAW)
+    with pytest.raises(SpecrunError, match="not ended"):
+        _ = stream.result
+    assert not stream.done
+    next(stream)
+    with pytest.raises(SpecrunError, match="not ended"):
+        _ = stream.result
+    list(stream)
+    assert stream.done
+    assert stream.result.usage.completion_tokens == 5
+    assert list(stream) == []
+
+
+def test_a_stream_never_begun(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, **RAW)
+    stream.close()
+    assert stream.result.token_ids == ()
+    assert list(stream) == []
+
+
+def test_the_readers_time_is_not_decoding_time(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, max_tokens=10, **RAW)
+    begun = time.perf_counter()
+    for _ in stream:
+        time.sleep(0.02)
+    elapsed = time.perf_counter() - begun
+    timings = stream.result.timings
+    assert 0 < timings.decode_s + timings.prefill_s < elapsed - 0.09
+
+
+# Errors in the middle
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("error", [BackendError("out of memory"), KeyboardInterrupt()])
+def test_an_error_at_any_run(
+    engine: Engine, models: TinyModels, monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException
+) -> None:
+    """A run of target or draft that fails, the prefill included: the engine is free, and its caches hold the truth."""
+    prompt = text_of(300)  # two chunks
+    tokens = engine.encode(prompt, raw=True)
+    engine.reset()
+    whole = engine.generate(prompt, method="none", max_tokens=24, **RAW).token_ids
+    fresh = models.engine("tgt")
+    expected = [fresh.logits([*tokens, *whole[:count]]) for count in (1, 4, 9, 23)]
+    for failing in (1, 2, 3, 4, 7, 12):
+        engine.reset()
+        engine.generate("other text", method=method, draft_length=3, max_tokens=20, **RAW)
+        run = ModelSession.run_batch
+        calls = [0]
+
+        def fail(self: ModelSession, tokens: Any, *, rows: int, run=run, calls=calls, failing=failing) -> Any:
+            calls[0] += 1
+            if calls[0] == failing:
+                raise error
+            return run(self, tokens, rows=rows)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelSession, "run_batch", fail)
+            stream = engine.stream(prompt, method=method, draft_length=3, max_tokens=24, **RAW)
+            with pytest.raises(type(error)):
+                list(stream)
+        assert stream.done
+        assert whole[: len(stream.result.token_ids)] == stream.result.token_ids
+        for count, row in zip((1, 4, 9, 23), expected, strict=True):
+            assert (engine.logits([*tokens, *whole[:count]]) == row).all()
+        again = engine.generate(prompt, method=method, draft_length=3, max_tokens=24, **RAW)
+        assert again.token_ids == whole
+        check_counters(again)
+
+
+@pytest.mark.parametrize("place", ["decide", "commit"])
+def test_an_interrupt_between_verify_and_rewind(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Where rejected draft tokens still stand in the caches, nothing of them is taken for text later."""
+    engine, fresh = models.engine("tgt", "rnd"), models.engine("tgt")
+    prompt = text_of(30)
+    tokens = engine.encode(prompt, raw=True)
+    whole = engine.generate(prompt, method="none", max_tokens=30, **RAW).token_ids
+    for interrupted in range(2, 9):
+        engine.reset()
+        calls = [0]
+        original = getattr(Chooser, place)
+
+        def interrupt(self: Chooser, *args: Any, original=original, calls=calls, interrupted=interrupted) -> Any:
+            calls[0] += 1
+            if calls[0] == interrupted:
+                raise KeyboardInterrupt
+            return original(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Chooser, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(prompt, method="draft", draft_length=4, max_tokens=30, **RAW)
+        for count in (interrupted - 1, interrupted, interrupted + 1, 20):
+            text = [*tokens, *whole[:count]]
+            fresh.reset()
+            assert (engine.logits(text) == fresh.logits(text)).all()
+
+
+def test_logits_that_are_no_numbers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN is an error, not a token; afterwards the engine goes on."""
+    whole = engine.generate(PROMPT, method="none", max_tokens=20, **RAW)
+    run = ModelSession.run
+
+    def broken(self: ModelSession, tokens: Sequence[int], *, rows: int) -> Any:
+        logits = run(self, tokens, rows=rows)
+        logits[:] = float("nan")
+        return logits
+
+    for method in METHODS:
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelSession, "run", broken)
+            with pytest.raises(BackendError, match="not numbers"):
+                engine.generate(PROMPT, method=method, draft_length=3, max_tokens=20, **RAW)
+        same_output(engine.generate(PROMPT, method=method, draft_length=3, max_tokens=20, **RAW), whole)
+
+
+# Reuse
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_b_a_c_a(engine: Engine, method: str) -> None:
+    """sglang#8726: A, B, A, C, A: the As are identical."""
+    prompts = {"a": PROMPT, "b": "x", "c": PROMPT[:20] + text_of(50)}
+    for options in ({}, {"temperature": 0.9, "seed": 8}):
+        texts: dict[str, set[tuple[int, ...]]] = {name: set() for name in prompts}
+        for name in "abaca" * 2:
+            result = engine.generate(prompts[name], method=method, max_tokens=30, **RAW, **options)
+            texts[name].add(result.token_ids)
+        assert all(len(found) == 1 for found in texts.values())
+
+
+def test_an_exact_repeat_of_a_prompt(engine: Engine) -> None:
+    """mlx-lm#1215: a cached prompt again: the same answer, one token of prefill."""
+    for method in METHODS:
+        engine.reset()
+        first = engine.generate(PROMPT, method=method, draft_length=4, max_tokens=20, **RAW)
+        second = engine.generate(PROMPT, method=method, draft_length=4, max_tokens=20, **RAW)
+        assert first.usage.cached_tokens == 0
+        assert second.usage.cached_tokens == second.usage.prompt_tokens - 1
+        same_output(second, first)
+
+
+def test_one_prefix_and_two_suffixes(models: TinyModels) -> None:
+    """sglang#19796: a prefix of 300 tokens and two suffixes: acceptance as cold, equal texts."""
+    engine = models.engine("tgt", "self")
+    prefix = text_of(300)
+    for suffix in ("first", "second one"):
+        engine.reset()
+        cold = engine.generate(prefix + suffix, method="draft", draft_length=4, max_tokens=30, **RAW)
+        engine.reset()
+        engine.generate(prefix, method="draft", draft_length=4, max_tokens=30, **RAW)
+        warm = engine.generate(prefix + suffix, method="draft", draft_length=4, max_tokens=30, **RAW)
+        same_output(warm, cold)
+        assert warm.usage.cached_tokens == 300
+        assert warm.speculation.accepted == cold.speculation.accepted > 0
+
+
+def test_the_third_call(engine: Engine) -> None:
+    """TensorRT-LLM#2263: right on the third call too, with n-grams of the calls before."""
+    plain = engine.generate(PROMPT, method="none", max_tokens=40, **RAW)
+    for _ in range(3):
+        same_output(engine.generate(PROMPT, method="ngram", max_tokens=40, **RAW), plain)
+
+
+def test_chat_turns_reuse_the_cache(models: TinyModels) -> None:
+    """Each turn prefills what is new, and equals a fresh engine over the same messages."""
+    engine, fresh = models.engine("tgt", "mix"), models.engine("tgt")
+    chat = engine.chat("Be brief.")
+    messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
+    for turn, method in enumerate(("draft", "ngram", "none", "draft")):
+        text = f"question {turn}"
+        stream = chat.send(text, method=method, draft_length=4, max_tokens=12)
+        _, result = read(stream)
+        messages.append({"role": "user", "content": text})
+        fresh.reset()
+        expected = fresh.generate(messages, method="none", max_tokens=12)
+        assert result.token_ids == expected.token_ids
+        assert result.usage.prompt_tokens == expected.usage.prompt_tokens
+        if turn:
+            assert result.usage.cached_tokens > 20
+        messages.append({"role": "assistant", "content": result.text})
+        assert list(chat.messages) == messages
+
+
+@pytest.mark.parametrize("end", ["close", "leave", "cancel"])
+def test_a_chat_turn_cut_short(models: TinyModels, end: str) -> None:
+    """openvino.genai#1658: stop in the middle of a block; the next turn equals a fresh run over what was delivered."""
+    engine, fresh = models.engine("tgt", "self"), models.engine("tgt")
+    chat = engine.chat()
+    stream = chat.send("first", method="draft", draft_length=8, max_tokens=40)
+    seen = ""
+    for index, piece in enumerate(stream):
+        seen += piece.text
+        if index == 4 and end == "cancel":
+            stream.cancel()
+        elif index == 4:
+            break
+    if end == "close":
+        stream.close()
+    assert stream.result.text == seen
+    _, result = read(chat.send("second", method="draft", draft_length=8, max_tokens=20))
+    messages = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": seen},
+        {"role": "user", "content": "second"},
+    ]
+    assert result.token_ids == fresh.generate(messages, method="none", max_tokens=20).token_ids
+
+
+def test_a_chat_is_rewound(models: TinyModels) -> None:
+    engine = models.engine("tgt", "mix")
+    chat = engine.chat()
+    first = chat.send("one", max_tokens=8)
+    list(first)
+    second = chat.send("two", max_tokens=8)
+    list(second)
+    chat.rewind()
+    again = chat.send("two", max_tokens=8)
+    list(again)
+    assert again.result.token_ids == second.result.token_ids
+    chat.rewind(2)
+    assert chat.messages == ()
+    with pytest.raises(SpecrunError, match="0 turns"):
+        chat.rewind()
+    unread = chat.send("three", max_tokens=8)
+    next(unread)
+    with pytest.raises(SpecrunError, match="still being written"):
+        chat.send("four")
+    unread.close()
+    assert len(chat.messages) == 2
+
+
+# Threads and resources
+
+
+def test_two_threads_on_one_engine(engine: Engine) -> None:
+    """llama-cpp-python#471: requests of several threads run one after another, each as alone."""
+    prompts = [text_of(20 + 7 * index) for index in range(6)]
+    expected = [engine.generate(prompt, method="none", max_tokens=20, **RAW).token_ids for prompt in prompts]
+    failures: list[object] = []
+
+    def work(offset: int) -> None:
+        try:
+            for step in range(12):
+                index = (step * 5 + offset) % 6
+                method = METHODS[(step + offset) % 3]
+                got = [
+                    t.id for p in engine.stream(prompts[index], method=method, max_tokens=20, **RAW) for t in p.tokens
+                ]
+                if tuple(got) != expected[index]:
+                    failures.append((offset, step, got))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_second_stream_of_the_same_thread_is_refused(engine: Engine) -> None:
+    """It would wait for itself for ever: a clear error instead, and the first goes on undisturbed."""
+    whole = engine.generate(PROMPT, method="none", max_tokens=20, **RAW)
+    first = engine.stream(PROMPT, max_tokens=20, **RAW)
+    second = engine.stream("other", max_tokens=20, **RAW)
+    next(first)
+    with pytest.raises(SpecrunError, match="busy"):
+        next(second)
+    assert second.done
+    with pytest.raises(SpecrunError, match="busy"):
+        engine.reset()
+    list(first)
+    assert first.result.token_ids == whole.token_ids
+    assert engine.generate("other", max_tokens=4, **RAW).usage.completion_tokens == 4
+
+
+def test_a_stream_in_another_thread_is_waited_for(engine: Engine) -> None:
+    first = engine.stream(PROMPT, max_tokens=20, **RAW)
+    next(first)
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.append(engine.generate("other", max_tokens=4, **RAW).token_ids))
+    thread.start()
+    thread.join(0.1)
+    assert got == []
+    first.close()
+    thread.join(30)
+    assert len(got) == 1
+
+
+def test_memory_stays_flat(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime-genai#590: 300 requests of 32 tokens: memory flat after warm-up."""
+    statm = "/proc/self/statm"
+    try:
+        open(statm).close()
+    except OSError:
+        pytest.skip("no /proc here")
+
+    def resident() -> int:
+        gc.collect()
+        with open(statm) as file:
+            return int(file.read().split()[1]) * 4096
+
+    engine = models.engine("tgt", "mix")
+    # The table of earlier texts is bounded; a small bound is reached within the warm-up.
+    monkeypatch.setattr(engine, "_table", NgramTable(eos_ids=(0, 2), earlier_tokens=400))
+    before = objects = 0
+    for index in range(360):
+        if index == 60:
+            before, objects = resident(), len(gc.get_objects())
+        prompt = text_of(10 + index * 7 % 90)
+        engine.generate(prompt, method=METHODS[index % 3], draft_length=index % 6, max_tokens=32, raw=True)
+    # One KV buffer or logits row kept a request would be 20 MB and more.
+    assert resident() - before < 4_000_000
+    assert len(gc.get_objects()) - objects < 600
+
+
+def test_close_frees_everything(models: TinyModels) -> None:
+    for name in ("tgt", "mix"):
+        models.bundle(name)
+    engine = Engine.load("tgt", draft="mix", threads=1)
+    engine.generate(PROMPT, max_tokens=5, raw=True)
+    sessions = [weakref.ref(part._onnx_session) for part in (engine.target, engine._draft) if part is not None]
+    buffers = [weakref.ref(array) for array in engine.target.cache._arrays]
+    engine.close()
+    engine.close()
+    gc.collect()
+    assert [ref() for ref in sessions] == [None, None]
+    assert not any(ref() is not None for ref in buffers)
+    assert engine.memory().kv_target_bytes == engine.memory().kv_draft_bytes == 0
+    for use in (lambda: engine.generate("a"), engine.reset, lambda: engine.logits([5])):
+        with pytest.raises(SpecrunError, match="closed"):
+            use()
+
+
+def test_close_ends_an_open_stream(models: TinyModels) -> None:
+    """Leaving `with Engine.load(...)` with a stream half read works, and does not hide an exception."""
+    models.bundle("tgt")
+    with Engine.load("tgt", threads=1) as engine:
+        stream = engine.stream(PROMPT, max_tokens=50, **RAW)
+        next(stream)
+    assert stream.done
+    assert list(stream) == []
+    assert stream.result.finish_reason == "cancelled"
+
+    def fail() -> None:
+        with Engine.load("tgt", threads=1) as engine:
+            kept = engine.stream(PROMPT, max_tokens=50, **RAW)
+            next(kept)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with Engine.load("tgt", threads=1) as engine:
+        for _ in engine.stream(PROMPT, max_tokens=50, **RAW):
+            engine.close()
+
+
+def test_several_engines_at_once(models: TinyModels) -> None:
+    """No global state: streams of two engines interleave."""
+    engines = [models.engine("tgt", "mix"), models.engine("rnd")]
+    expected = [engine.generate(PROMPT, method="none", max_tokens=20, **RAW).token_ids for engine in engines]
+    streams = [engine.stream(PROMPT, max_tokens=20, **RAW) for engine in engines]
+    open_streams = list(streams)
+    while open_streams:
+        open_streams = [stream for stream in open_streams if next(stream, None) is not None]
+    assert [stream.result.token_ids for stream in streams] == expected
+
+
+def test_the_result_as_json(engine: Engine) -> None:
+    """The object of design.md: stable names, with tokens when asked for."""
+    result = engine.generate(PROMPT, draft_length=4, max_tokens=12, logprobs=1, **RAW)
+    texts = [engine.tokenizer.token_text(token) for token in result.token_ids]
+    body = result.to_json(texts)
+    assert list(body) == [
+        "text", "token_ids", "finish_reason", "model", "method", "exactness", "seed", "usage", "timings",
+        "speculation", "memory", "tokens",
+    ]  # fmt: skip
+    assert body["exactness"] == "bitwise"
+    assert body["model"] == "tgt"
+    assert set(body["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
+    assert set(body["timings"]) == {
+        "load_s", "prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s",
+    }  # fmt: skip
+    assert set(body["speculation"]) == {
+        "rounds", "proposed", "evaluated", "accepted", "corrections", "bonuses", "discarded",
+        "mean_accepted_tokens", "acceptance_rate", "accepted_histogram", "draft_s", "verify_s",
+    }  # fmt: skip
+    assert set(body["memory"]) == {"weights_bytes", "kv_target_bytes", "kv_draft_bytes"}
+    assert all(body["memory"].values())
+    assert [token["id"] for token in body["tokens"]] == body["token_ids"]
+    assert set(body["tokens"][0]) == {"id", "text", "source", "logprob", "top_logprobs"}
+    assert "tokens" not in result.to_json()
