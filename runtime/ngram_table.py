@@ -37,7 +37,7 @@ _FILE_END: Final = 64 << 20
 
 LONGEST_MATCH: Final = 32
 
-Agreement = Literal["alone", "agree", "differ"]
+Agreement = Literal["alone", "agree", "differ", "earlier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Match:
     length     tokens of the suffix that matched, counted up to 32: the longer, the likelier is the continuation
     tokens     what followed it, at least one token
     agreement  for each token: whether the occurrence before that one went on in the same way ("agree", "differ"), or
-               there is none that had gone along until then ("alone")
+               there is none that had gone along until then ("alone"); "earlier" for a match in an earlier text
     """
 
     length: int
@@ -231,8 +231,8 @@ class NgramTable:
                 index = bisect_right(self._bases, place) - 1
                 body, start = self._earlier[index], place - self._bases[index]
                 tokens = body[start : start + max_tokens]
-                alone: list[Agreement] = ["alone"] * len(tokens)
-                return Match(self._whole_length(length, body, start), self._before_eos(tokens), tuple(alone))
+                earlier: list[Agreement] = ["earlier"] * len(tokens)
+                return Match(self._whole_length(length, body, start), self._before_eos(tokens), tuple(earlier))
         return None
 
     def _agreement(self, before: int, tokens: Sequence[int]) -> tuple[Agreement, ...]:

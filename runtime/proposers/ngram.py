@@ -14,9 +14,10 @@ Cell = tuple[int, Agreement]
 # Chance that a copied token stands, by how many tokens before it match: after j accepted tokens the match is j longer.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 20)
 _CHANCES: dict[Agreement, tuple[float, ...]] = {
-    "alone": (0.33, 0.56, 0.69, 0.77, 0.80, 0.82, 0.86, 0.90, 0.96),
-    "agree": (0.45, 0.78, 0.86, 0.90, 0.92, 0.93, 0.94, 0.95, 0.98),
-    "differ": (0.09, 0.22, 0.32, 0.42, 0.48, 0.50, 0.55, 0.60, 0.70),
+    "alone": (0.32, 0.54, 0.70, 0.76, 0.78, 0.82, 0.84, 0.89, 0.95),
+    "agree": (0.50, 0.81, 0.83, 0.86, 0.90, 0.93, 0.96, 0.98, 0.99),
+    "differ": (0.13, 0.21, 0.24, 0.31, 0.40, 0.40, 0.40, 0.50, 0.80),
+    "earlier": (0.12, 0.25, 0.32, 0.38, 0.42, 0.55, 0.60, 0.75, 0.85),
 }
 PRIORS: dict[Cell, float] = {
     (length, agreement): chance
