@@ -75,6 +75,7 @@ class Engine:
             self._draft_calibration = calibrate(draft, self.threads, open_draft)
             self._draft = open_draft(1, self._draft_calibration.rule)
         self._target_tokens: list[int] = []  # what the KV buffers hold
+        self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._draft_tokens: list[int] = []
         self._table = self._new_table()
         self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
@@ -163,7 +164,6 @@ class Engine:
         with self._exclusive():
             self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True)
             self.target.width_rule = self.calibration.rule
-            self._target_tokens = []
         return self.calibration
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -240,6 +240,8 @@ class Engine:
 
         Returns how many prompt tokens need no prefill; at least one always does, as its logits are wanted.
         """
+        if self.target.width_rule != self._held_rule:  # what was written at other widths may have other bits
+            self._target_tokens, self._held_rule = [], self.target.width_rule
         shared = shared_prefix(self._target_tokens[: self.target.length], prompt[:-1])
         self.target.rewind_to(shared)
         self.target.reserve(length)
