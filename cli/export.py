@@ -75,20 +75,13 @@ def _export(
     source: str, name: str | None, precision: str, block: int | None, output: Path | None, force: bool
 ) -> Bundle:
     from specrun.export.bundle import export_bundle
-    from specrun.models_cache.errors import UsageError
 
     with progress_line() as progress:
         bundle = export_bundle(
             source, name=name, precision=precision, block=block, output=output, force=force, progress=progress
         )
-    manifest = bundle.manifest
     if not progress.used:
-        found = manifest.precision.get("requested")
-        if found != precision:
-            raise UsageError(
-                f"{manifest.name} is here already, as {found}: pass --force to replace it, or give another --name."
-            )
-        note(f"{manifest.name} is here already, from {manifest.source.name}; --force exports it anew")
+        note(f"{bundle.manifest.name} is here already; --force exports it anew")
     _summary(bundle)
     return bundle
 
