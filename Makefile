@@ -27,6 +27,7 @@ test: .venv-test/.installed
 
 check: .venv-test/.installed
 	.venv-test/bin/python -m ruff check .
+	.venv-test/bin/python -m ruff format --check .
 	PYTHON="$(CURDIR)/.venv-test/bin/python" scripts/typecheck
 	PYTHON="$(CURDIR)/.venv-test/bin/python" scripts/check-wheel
 

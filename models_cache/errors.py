@@ -1,16 +1,16 @@
 """The exception tree. Every message is one sentence that says what is wrong and how to mend it.
 
-    SpecrunError                  exit code 1
-    ├── UsageError                exit code 2: an option or a combination of options that cannot be
-    │   └── ContextLengthError    exit code 1: the request does not fit the context; names both numbers
-    ├── ModelNotFoundError        no bundle or source of that name
-    ├── SourceError               a source (hub, package index, folder) did not give what was asked
-    ├── IntegrityError            a file is not what it must be: digest, size, truncation, LFS pointer, missing shard
-    ├── ManifestError             manifest.json is not valid, or of another schema version
-    ├── CacheError                the cache folder cannot be written, is full or is locked
-    ├── UnsupportedModelError     a family, rope type, tokenizer or tensor type that specrun does not know
-    ├── VocabularyMismatchError   target and draft do not share a tokenizer
-    └── BackendError              ONNX Runtime is missing, too old, or refused a graph
+SpecrunError                  exit code 1
+├── UsageError                exit code 2: an option or a combination of options that cannot be
+│   └── ContextLengthError    exit code 1: the request does not fit the context; names both numbers
+├── ModelNotFoundError        no bundle or source of that name
+├── SourceError               a source (hub, package index, folder) did not give what was asked
+├── IntegrityError            a file is not what it must be: digest, size, truncation, LFS pointer, missing shard
+├── ManifestError             manifest.json is not valid, or of another schema version
+├── CacheError                the cache folder cannot be written, is full or is locked
+├── UnsupportedModelError     a family, rope type, tokenizer or tensor type that specrun does not know
+├── VocabularyMismatchError   target and draft do not share a tokenizer
+└── BackendError              ONNX Runtime is missing, too old, or refused a graph
 """
 
 

@@ -159,8 +159,8 @@ class ModelSession:
             positions += 1
         while rows * batch % rule.multiple:
             rows += 1
-        # The attention takes its rows in blocks (2 x head_dim of them, fewer where the L2 cache is small), and a wide run
-        # may leave a lone one in the last block. With a dummy row behind it no real row is ever alone.
+        # The attention takes its rows in blocks (2 x head_dim, fewer where the L2 cache is small), and a wide run may
+        # leave a lone one in the last block. With a dummy row behind it no real row is ever alone.
         return positions, int(positions == 1 or positions > WIDEST_BARE), rows
 
     def _bind(self, positions: int, pad: int, rows: int) -> _Frame:
