@@ -228,7 +228,9 @@ def test_an_interrupt_between_verify_and_rewind(
     models: TinyModels, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """Where rejected draft tokens still stand in the caches, nothing of them is taken for text later."""
-    engine, fresh = models.engine("tgt", "rnd"), models.engine("tgt")
+    engine, fresh, fresh_draft = models.engine("tgt", "rnd"), models.engine("tgt"), models.engine("rnd").target
+    draft = engine._draft
+    assert draft is not None
     prompt = text_of(30)
     tokens = engine.encode(prompt, raw=True)
     whole = engine.generate(prompt, method="none", max_tokens=30, **RAW).token_ids
