@@ -249,7 +249,14 @@ def test_an_interrupt_between_verify_and_rewind(
             patch.setattr(Chooser, place, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(prompt, method="draft", draft_length=4, max_tokens=30, **RAW)
-        for count in (interrupted - 1, interrupted, interrupted + 1, 20):
+        known = engine._draft_tokens[: draft.length]
+        assert len(known) >= len(tokens)
+        draft.rewind_to(len(known))
+        fresh_draft.rewind_to(0)
+        assert (draft.run([5], rows=1) == fresh_draft.prefill([*known, 5])).all()
+        draft.rewind_to(len(known))
+        # The longest first: a shorter one would write the newest token's entry anew.
+        for count in (interrupted + 1, interrupted, interrupted - 1, 20):
             text = [*tokens, *whole[:count]]
             fresh.reset()
             assert (engine.logits(text) == fresh.logits(text)).all()
