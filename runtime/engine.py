@@ -168,6 +168,8 @@ class Engine:
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Plain decoding's logits f32 [vocabulary] after `tokens`."""
+        if not tokens:
+            raise UsageError("There are no tokens to run: give at least one.")
         with self._exclusive():
             shared = self.prepare(tokens, len(tokens) + 1)
             row: NDArray[np.float32] = self.target.prefill(tokens[shared:])[0].copy()
