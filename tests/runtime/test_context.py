@@ -105,3 +105,5 @@ def test_load_options_that_cannot_be(models: TinyModels, options: dict[str, int]
 def test_an_empty_prompt(models: TinyModels) -> None:
     with pytest.raises(UsageError, match="empty"):
         models.engine("tgt").generate("", raw=True)
+    with pytest.raises(UsageError, match="no tokens"):
+        models.engine("tgt").logits([])

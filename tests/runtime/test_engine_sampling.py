@@ -50,7 +50,7 @@ def test_coupled_equals_plain(models: TinyModels, monkeypatch: pytest.MonkeyPatc
     engine = models.engine("tgt", draft)
     make_speculation_pay(engine, monkeypatch)
     texts = set()
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         options = {"raw": True, "max_tokens": 40, "seed": seed, **SETTINGS[setting]}
         plain = engine.generate(PROMPT, method="none", **options)
         texts.add(plain.token_ids)
@@ -59,7 +59,7 @@ def test_coupled_equals_plain(models: TinyModels, monkeypatch: pytest.MonkeyPatc
             same_output(result, plain)
             if draft == "self" and method == "draft" and draft_length is not None:
                 assert result.speculation.acceptance_rate == 1.0  # it shares the noise
-    assert len(texts) == 3
+    assert len(texts) == 2
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def p_value(seen: Iterable[tuple[int, ...]], expected: dict[tuple[int, ...], flo
     return float(stats.chisquare(observed, wanted).pvalue)
 
 
-RUNS = 2500
+RUNS = 2000
 RULES = {
     "rejection, draft": {"sampling": "rejection", "method": "draft"},
     "rejection, draft, cold": {"sampling": "rejection", "method": "draft", "temperature": 0.3},
