@@ -49,10 +49,7 @@ class Stream:
         self._pieces = self._running.pieces(weakref.WeakMethod(self.close))
 
     def __iter__(self) -> Iterator[Piece]:
-        try:
-            yield from self._pieces
-        finally:
-            self.close()
+        yield from self._pieces  # leaving the loop closes them
 
     def __next__(self) -> Piece:
         return next(self._pieces)
