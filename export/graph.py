@@ -14,7 +14,22 @@ from specrun.export.weight_store import StoredLayer, StoredWeights
 
 
 def build_target(config: ModelConfig, stored: StoredWeights, file: WeightFile, *, ragged: bool) -> ir.Model:
-    """The target graph of design.md.
+    """The graph of a target or of a draft model.
+
+    Inputs, for `positions` new tokens of each row behind what its KV buffers hold:
+
+    input_ids                 i64 [batch, positions]
+    query_lengths             i32 [batch]: positions that count for the attention, its dummy row included
+    pad_rows                  f32 [batch, 0 or 1, qkv]: the dummy row, so that the attention never sees a lone one
+    total_lengths_minus_one   i32 [batch]: position of the last counted row
+    max_total_length          i32 [1]: any bound on the lengths; the last dimension of the bias
+    position_ids              i64 [batch, positions + pad]
+    attention_bias            f32 [batch or 1, 1, positions + pad, max_total]: zeros for a chain, -inf where a node of a
+                              token tree must not look
+    logit_rows                i64 [batch, rows]: the positions whose logits are wanted
+    past_key.i, past_value.i  f32 [batch, kv_heads, capacity, head_dim], bound to the same buffers as the outputs
+
+    Outputs: logits f32 [batch, rows, vocabulary], present_key.i, present_value.i.
 
     The window of a sliding layer counts slots of the cache, not `position_ids`: of a token tree longer than that
     window with its past, only the part laid out as a chain from the past on is right there.

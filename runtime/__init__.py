@@ -1,5 +1,8 @@
 """A bundle becomes tokens: sessions, KV caches, proposers, acceptance, the loop.
 
+The path of a request: `engine` -> `stream` -> `loop`, which asks `proposers` for draft tokens, runs them in `session`
+(over `kv_cache`) and has `chooser` judge them by `acceptance` and `sampling`; `text_stream` makes text of what stands.
+
 >>> from specrun.runtime import Engine
 >>> with Engine.load("smollm2-135m") as engine:                           # doctest: +SKIP
 ...     print(engine.generate("Write a haiku about tides.", max_tokens=64).text)
@@ -7,7 +10,7 @@
 
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.engine import Engine
-from specrun.runtime.request import METHODS
+from specrun.runtime.request import METHODS, RequestOptions
 from specrun.runtime.result import Memory, Result, SpeculationStats, Timings, Token, Usage
 from specrun.runtime.stream import Piece, Stream
 
@@ -17,6 +20,7 @@ __all__ = [
     "Engine",
     "Memory",
     "Piece",
+    "RequestOptions",
     "Result",
     "SpeculationStats",
     "Stream",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from specrun.models_cache.errors import SpecrunError, UsageError
-from specrun.runtime.request import request_options
+from specrun.runtime.request import RequestOptions, request_options
 from specrun.runtime.stream import Stream
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class ChatSession:
         self._settle()
         return tuple(self._messages)
 
-    def send(self, text: str, **options: Any) -> Stream:
+    def send(self, text: str, **options: Unpack[RequestOptions]) -> Stream:
         """Say `text` and stream the answer; options as in `Engine.stream`, except `system` and `raw`."""
         if "system" in options or "raw" in options:
             raise UsageError("A chat fixes its system message when it starts: pass it to Engine.chat.")

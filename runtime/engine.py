@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from specrun.runtime.ngram_table import NgramTable
 from specrun.runtime.proposal import Proposer
 from specrun.runtime.proposers import draft as draft_method
 from specrun.runtime.proposers import ngram as ngram_method
-from specrun.runtime.request import Request, request_options
+from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
 from specrun.runtime.session import ModelSession, session_opener
 from specrun.runtime.stream import Stream
@@ -104,12 +104,12 @@ class Engine:
         draft_bundle = find_bundle(draft) if draft is not None else None
         return cls(find_bundle(model), draft=draft_bundle, threads=threads, device=device, context=context)
 
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
-        """A request whose pieces come as they are made; the options are those of `request_options`."""
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
+        """A request whose pieces come as they are made; the options are those of `RequestOptions`."""
         return Stream(self, prompt, request_options(**options))
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
-        """Run a request to its end; the options are those of `request_options`."""
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:
+        """Run a request to its end; the options are those of `RequestOptions`."""
         stream = self.stream(prompt, **options)
         for _ in stream:
             continue

@@ -303,7 +303,7 @@ class NgramTable:
         except OSError as error:
             raise CacheError(f"Cannot read {path}: {error.strerror}.") from error
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
-            raise IntegrityError(f"{path} is not a table of earlier texts ({error}): delete it.") from error
+            raise IntegrityError(f"{path} is not a table of earlier texts ({error}): name another file.") from error
         for text in texts:
             table.add_text(text)
         return table

@@ -1,14 +1,56 @@
-"""The options of one request, as `Engine.stream` takes them."""
+"""The options of one request, as `Engine.stream`, `Engine.generate` and `ChatSession.send` take them."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final, TypedDict, Unpack
 
 from specrun.models_cache.errors import UsageError
 from specrun.runtime.options import GenerationOptions, SamplingMode, SamplingOptions
 
-METHODS = ("none", "draft", "ngram")
+METHODS: Final = ("none", "draft", "ngram")
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may ask for; everything has a default.
+
+    method               "none", "draft" or "ngram"; by default "draft" with a draft model, else "ngram"
+    draft_length         draft tokens a round (K); by default as many as pay, by the acceptance seen
+    max_tokens           at most so many tokens; by default what the context holds
+    min_tokens           not to end before so many tokens (0)
+    stop                 a string, or several, before which the text ends
+    temperature          0 (the default) takes the most probable token; top_k (0), top_p (1) and min_p (0) filter
+    repetition_penalty   1 is off; presence_penalty and frequency_penalty: 0 is off
+    seed                 same seed, same text; by default drawn anew, and told by the result
+    sampling             "coupled" (default): the same text with every method; "rejection": the papers' rule, the same
+                         in distribution only
+    logprobs             None: none; 0: of each token; n: of the n most probable ones too
+    ignore_eos           end-of-text ids are ordinary tokens (False)
+    system               a system message; raw: the prompt is not put into the chat template (False)
+    sample_index         which of several samples of one seed this is (0)
+    """
+
+    method: str | None
+    draft_length: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: str | Sequence[str]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    sampling: SamplingMode
+    logprobs: int | None
+    ignore_eos: bool
+    system: str | None
+    raw: bool
+    sample_index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,58 +64,39 @@ class Request:
     sample_index: int
 
 
-def request_options(
-    *,
-    method: str | None = None,
-    draft_length: int | None = None,
-    max_tokens: int | None = None,
-    min_tokens: int = 0,
-    stop: Sequence[str] = (),
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    seed: int | None = None,
-    sampling: SamplingMode = "coupled",
-    logprobs: int | None = None,
-    ignore_eos: bool = False,
-    system: str | None = None,
-    raw: bool = False,
-    sample_index: int = 0,
-) -> Request:
-    """Check the options of `Engine.stream` and `Engine.generate`; UsageError says which cannot be and why.
+_SAMPLING_NAMES: Final = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+_GENERATION_NAMES: Final = ("max_tokens", "min_tokens", "logprobs", "draft_length", "ignore_eos")
 
-    method: none, draft or ngram; by default draft with a draft model and ngram without. draft_length: draft tokens a
-    round; by default as many as pay, from the acceptance seen. max_tokens: by default what the context holds.
-    The rest is documented at `SamplingOptions` and `GenerationOptions`.
-    """
+
+def request_options(**options: Unpack[RequestOptions]) -> Request:
+    """Check a request's options; UsageError says which cannot be, or is not known, and how to mend it."""
+    given: dict[str, Any] = {**options}
+    unknown = sorted(set(given) - set(RequestOptions.__annotations__))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], RequestOptions.__annotations__, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known ones are {', '.join(RequestOptions.__annotations__)}."
+        raise UsageError(f"There is no option '{unknown[0]}': {hint}")
+    method, sample_index = given.get("method"), given.get("sample_index", 0)
     if method is not None and method not in METHODS:
         raise UsageError(f"Unknown method '{method}': choose one of {', '.join(METHODS)}.")
-    if isinstance(stop, str):
-        stop = (stop,)
     if isinstance(sample_index, bool) or not isinstance(sample_index, int) or not 0 <= sample_index < 2**64:
         raise UsageError(f"sample_index must be a whole number from 0 to 2**64 - 1, not {sample_index!r}.")
-    chosen = SamplingOptions(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        mode=sampling,
+    stop = given.get("stop", ())
+    sampling = SamplingOptions(
+        mode=given.get("sampling", "coupled"), **{name: given[name] for name in _SAMPLING_NAMES if name in given}
     )
-    options = GenerationOptions(
-        max_tokens=max_tokens,
-        stop=tuple(stop),
-        sampling=chosen if chosen.greedy else chosen.seeded(),
-        logprobs=logprobs,
-        min_tokens=min_tokens,
-        draft_length=draft_length,
-        ignore_eos=ignore_eos,
+    generation = GenerationOptions(
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        sampling=sampling if sampling.greedy else sampling.seeded(),
+        **{name: given[name] for name in _GENERATION_NAMES if name in given},
     )
-    return Request(options, method, system, raw, sample_index)
+    return Request(generation, method, given.get("system"), bool(given.get("raw", False)), sample_index)

@@ -62,7 +62,7 @@ class SpeculationStats:
         return self.accepted / self.evaluated if self.evaluated else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The object `speculation` of design.md; `accepted_histogram[n]` counts rounds that accepted n draft tokens."""
+        """The object `speculation` of the JSON; `accepted_histogram[n]` counts rounds that accepted n draft tokens."""
         top = max(self.histogram, default=-1)
         return {
             "rounds": self.rounds,
@@ -109,7 +109,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one request gave. `token_ids` are those whose text was delivered, and an end-of-text id if one came."""
+    """What one request gave. `token_ids` are those whose text was delivered, and an end-of-text id if one came.
+
+    exactness, against plain decoding: "bitwise" the same; "rounding" the same but for rounding, where the probe found
+    no exact widths on this machine; "distribution" under the rejection rule, where the text depends on the method.
+    """
 
     text: str
     token_ids: tuple[int, ...]

@@ -98,13 +98,14 @@ class _Running:
     def result(self) -> Result:
         """What there is so far."""
         engine, sampling = self._engine, self._request.options.sampling
+        drawn = sampling.mode == "rejection" and not sampling.greedy
         return Result(
             text="".join(self._text),
             token_ids=tuple(token.id for token in self._tokens),
             finish_reason=self._finish,
             model=engine.bundle.manifest.name,
             method=str(self._request.method),
-            exactness=engine.calibration.exactness,
+            exactness="distribution" if drawn else engine.calibration.exactness,
             seed=None if sampling.greedy else sampling.seed,
             usage=Usage(len(self._prompt_tokens), len(self._tokens), self._cached_tokens),
             timings=Timings(engine.load_s, self._prefill_s, self._decode_s),
