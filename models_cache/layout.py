@@ -12,6 +12,7 @@ Finding and reading need no write access.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import unicodedata
 from dataclasses import dataclass
@@ -148,9 +149,19 @@ def _cached_folder(name: str, root: Path | None) -> Path | None:
 
 
 def _not_found(name: str, root: Path | None) -> str:
-    known = ", ".join(entry.name for entry in scan_bundles(root))
-    have = f"the models here are: {known}" if known else "no model is here yet"
-    return f"there is no model {name!r}; run `specrun models pull {name}` to get it ({have})"
+    from specrun.models_cache.sources import REGISTRY  # it imports this module
+
+    here = [entry.name for entry in scan_bundles(root)]
+    known = [row.name for row in REGISTRY]
+    have = f"the models here are: {', '.join(here)}" if here else "no model is here yet"
+    if name in known:
+        return f"there is no model {name!r}; run `specrun models pull {name}` to get it ({have})"
+    near = difflib.get_close_matches(name[:_MAX_NAME_BYTES], [*here, *known], n=1)
+    guess = f", did you mean {near[0]!r}?" if near else ""
+    advice = "make one of your own weights with `specrun export SOURCE`"
+    if not here:
+        advice = f"run `specrun models pull {known[0]}`, or {advice}"
+    return f"there is no model {name!r}{guess} ({have}); {advice}"
 
 
 def scan_bundles(root: Path | None = None) -> list[BundleEntry]:

@@ -73,14 +73,21 @@ def test_the_cache_goes_before_a_folder_here(bundle: Bundle, tmp_path: Path, mon
 
 
 def test_not_found_says_what_to_run(home: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"specrun models pull tiny.*no model is here yet"):
-        find_bundle("tiny")
+    with pytest.raises(ModelNotFoundError, match=r"specrun models pull smollm2-135m` to get it.*no model is here yet"):
+        find_bundle("smollm2-135m")
+    with pytest.raises(ModelNotFoundError, match=r"did you mean 'smollm2-135m'\?.*pull smollm2-135m`.*export SOURCE"):
+        find_bundle("smollm2")
     assert not home.exists()
 
 
 def test_not_found_lists_what_is_there(bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"specrun models pull other.*the models here are: tiny"):
-        find_bundle("other")
+    for name, guess in (("other", ""), ("tinny", ", did you mean 'tiny'?")):
+        with pytest.raises(ModelNotFoundError) as caught:
+            find_bundle(name)
+        assert str(caught.value) == (
+            f"there is no model {name!r}{guess} (the models here are: tiny); "
+            "make one of your own weights with `specrun export SOURCE`"
+        )
     with pytest.raises(ModelNotFoundError, match=r"holds no manifest.json, so it is no bundle; .*specrun export"):
         find_bundle(tmp_path)
     for odd in ("", "../x", "a\0b", "x" * 5000, "/" + "x" * 5000, "~no-such-user/x"):
