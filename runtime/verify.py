@@ -30,12 +30,12 @@ PROMPTS: Final = (
 class VerifyCase:
     """One method, draft length and kind of sampling over all prompts.
 
-    draft_length: 0 stands for the adaptive one. tokens: how many were compared. difference: where and by how much the
+    draft_length: None for the adaptive one. tokens: how many were compared. difference: where and by how much the
     first unequal text differs, None if all are equal.
     """
 
     method: str
-    draft_length: int
+    draft_length: int | None
     sampling: str
     prompts: int
     tokens: int
@@ -64,16 +64,16 @@ def verify(
         raise UsageError(f"Unknown method '{unknown[0]}': choose from {', '.join(METHODS)}.")
     if not prompts:
         raise UsageError("There is no prompt to verify with: give a file with at least one.")
-    report("Probing widths", 0, None)
+    report("probing widths", 0, None)
     engine.recalibrate()
     for sampling, options in SAMPLINGS.items():
         engine.reset()
         expected = []
         for index, prompt in enumerate(prompts):
-            report(f"Plain decoding, {sampling}", index, len(prompts))
+            report(f"plain decoding, {sampling}", index, len(prompts))
             expected.append(_tokens(engine, prompt, max_tokens, method="none", **options))
         for method in methods:
-            for draft_length in (*draft_lengths, 0):
+            for draft_length in (*draft_lengths, None):
                 yield _case(engine, prompts, expected, method, draft_length, sampling, max_tokens, report)
 
 
@@ -82,7 +82,7 @@ def _case(
     prompts: Sequence[Prompt],
     expected: Sequence[tuple[int, ...]],
     method: str,
-    draft_length: int,
+    draft_length: int | None,
     sampling: str,
     max_tokens: int,
     report: Progress,
@@ -90,9 +90,7 @@ def _case(
     compared = 0
     for index, (prompt, wanted) in enumerate(zip(prompts, expected, strict=True)):
         report(f"{method}, K = {draft_length or 'adaptive'}, {sampling}", index, len(prompts))
-        got = _tokens(
-            engine, prompt, max_tokens, method=method, draft_length=draft_length or None, **SAMPLINGS[sampling]
-        )
+        got = _tokens(engine, prompt, max_tokens, method=method, draft_length=draft_length, **SAMPLINGS[sampling])
         compared += len(wanted)
         if got != wanted:
             text = f"prompt {index + 1}: {describe_difference(engine, prompt, wanted, got)}"
