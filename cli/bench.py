@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specrun.cli.opening import open_engine
-from specrun.cli.options import engine_options, engine_values
+from specrun.cli.options import engine_options, engine_values, require_draft
 from specrun.cli.output import echo_json, note, progress_line
-from specrun.cli.types import names
+from specrun.cli.types import timed_methods
 
 if TYPE_CHECKING:
     from specrun.runtime.bench import BenchPrompt, Summary
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--per-category", type=click.IntRange(min=1), metavar="N", help="Only the first N of each category.")
 @click.option(
     "--methods",
-    type=names,
+    type=timed_methods,
     metavar="NAME,...",
     default="none,ngram",
     show_default=True,
@@ -73,6 +73,7 @@ def bench(
     """
     from specrun.runtime.bench import environment, load_prompts, run_bench, summarise
 
+    require_draft([method.partition(":")[0] for method in methods], values["draft"])
     prompts = load_prompts(prompts_file, per_category=per_category) if prompts_file is not None else _built_in()
     with open_engine(**engine_values(values)) as engine, progress_line() as progress:
         runs = run_bench(

@@ -12,7 +12,9 @@ from specrun.cli.output import echo_json, note
 @click.argument("draft")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(target: str, draft: str, as_json: bool) -> None:
-    """Say whether DRAFT can draft for TARGET (names or folders), and why not; exit code 1 if it cannot.
+    """Say whether one model can draft for another.
+
+    TARGET and DRAFT are names or folders. Exit code 1, and the reasons on stderr, if DRAFT does not fit TARGET.
 
     \b
     Example:

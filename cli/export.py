@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specrun.cli.output import echo_json, note, progress_line
+from specrun.cli.types import PRECISION
 
 if TYPE_CHECKING:
     from specrun.models_cache import Bundle
@@ -17,13 +18,17 @@ LOW_AGREEMENT = 0.9
 
 @click.command()
 @click.argument("source")
-@click.option("--name", help="Keep the model under this name; by default the source's own.")
+@click.option(
+    "--name",
+    help="Keep the model under this name; by default the source's own, with the precision appended unless int8.",
+)
 @click.option(
     "--precision",
-    type=click.Choice(["int8", "int4", "fp32", "source"]),
+    type=PRECISION,
     default="int8",
     show_default=True,
-    help="source keeps the blocks of a GGUF file exactly as they are.",
+    help="int8, int4: blocks of so many bits. source: a GGUF file's own weight blocks, kept exactly. These three also "
+    "round activations to 8 bits, so each differs a little from fp32 (32-bit floats).",
 )
 @click.option("--block", type=int, metavar="N", help="Columns that share a scale (int8, int4).")
 @click.option(
@@ -42,11 +47,11 @@ def export(
     draft: str | None,
     as_json: bool,
 ) -> None:
-    """Compile the weights of SOURCE to ONNX graphs; prints the path of the bundle.
+    """Compile weights to a bundle of ONNX graphs.
 
-    SOURCE is a folder of safetensors weights in the transformers layout, a .gguf file, a hub repository (ORG/NAME or
-    ORG/NAME/FILE.gguf) or a known name (smollm2-135m). Sizes, and how close the graph stays to the source's own
-    weights, are shown on stderr.
+    Prints the bundle's path. SOURCE is a folder of safetensors weights in the transformers layout, a .gguf file, a hub
+    repository (ORG/NAME or ORG/NAME/FILE.gguf) or a known name (smollm2-135m). Sizes, and how close the graph stays to
+    the source's own weights, are shown on stderr.
 
     \b
     Examples:

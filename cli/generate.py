@@ -11,7 +11,7 @@ import click
 from specrun.cli.answer import show_answer
 from specrun.cli.opening import open_engine
 from specrun.cli.options import engine_values, request_values, writing_options
-from specrun.cli.output import echo_json, is_terminal, note, stats_line, use_colour, write_text
+from specrun.cli.output import echo_json, is_terminal, note, stats_line, use_colour
 
 
 @click.command()
@@ -19,7 +19,13 @@ from specrun.cli.output import echo_json, is_terminal, note, stats_line, use_col
 @click.option("--file", "-f", type=click.Path(exists=True, dir_okay=False), help="Read the prompt from this file.")
 @writing_options
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
-@click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Write so many samples (default 1).")
+@click.option(
+    "--n",
+    "samples",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Write so many samples (default 1), each announced on stderr.",
+)
 @click.option(
     "--logprobs", type=int, metavar="N", help="With --json: log-probabilities of each token and the N likeliest."
 )
@@ -43,6 +49,9 @@ def generate(
 
     PROMPT - reads stdin, and so does no PROMPT when stdin is not a terminal. One newline at the end of stdin or of
     --file is dropped. Ctrl-C ends the text where it is (exit code 130).
+
+    The line of --stats: tokens written, tokens/s of decoding, MAT (tokens committed a target run; plain decoding has
+    1), acceptance (the share of the decided draft tokens that stood), method, exactness, memory of weights and caches.
 
     \b
     Examples:
@@ -69,13 +78,13 @@ def generate(
         if ngrams is not None and Path(ngrams).exists():
             engine.load_ngrams(Path(ngrams))
         for index in range(samples):
-            if index and not as_json:
-                write_text("\n")
+            if samples > 1 and not as_json:
+                note(f"--- sample {index + 1} of {samples} ---")
             stream = engine.stream(text, **{**request, "sample_index": index})
             result, interrupted = show_answer(stream, show=not as_json, colour=use_colour(color))
             request["seed"] = result.seed
             if stats:
-                note(stats_line(result, request["sampling"]))
+                note(stats_line(result, request))
             listed = tokens or logprobs is not None
             texts = [engine.tokenizer.token_text(token.id) for token in result.tokens] if listed else None
             objects.append(result.to_json(texts))
@@ -96,7 +105,7 @@ def _prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise UsageError("Give either PROMPT or --file, not both.")
     if prompt not in (None, "-"):
-        return str(prompt)
+        return _not_empty(str(prompt), "PROMPT")
     if file is None and prompt is None and is_terminal(sys.stdin):
         raise UsageError('No prompt: give it as in `specrun generate "Hello"`, with --file, or on stdin.')
     data = Path(file).read_bytes() if file is not None else sys.stdin.buffer.read()
@@ -104,4 +113,12 @@ def _prompt(prompt: str | None, file: str | None) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"The prompt is not UTF-8 text (at byte {error.start}): convert it first.") from None
-    return text.removesuffix("\n").removesuffix("\r")
+    return _not_empty(text.removesuffix("\n").removesuffix("\r"), file or "stdin")
+
+
+def _not_empty(text: str, place: str) -> str:
+    from specrun.models_cache.errors import UsageError
+
+    if not text.strip():
+        raise UsageError(f'The prompt is empty ({place}): give some text, as in `specrun generate "Hello"`.')
+    return text

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
 
-from specrun.cli.output import ProgressLine, echo_json, progress_line
+from specrun.cli.output import ProgressLine, echo_json, is_terminal, progress_line
+from specrun.cli.types import PRECISION
 from specrun.models_cache import (
     Bundle,
     IntegrityError,
     ManifestError,
+    UsageError,
     cache_root,
     find_bundle,
     load_bundle,
@@ -66,14 +69,14 @@ def _facts(bundle: Bundle) -> dict[str, Any]:
 
 @models.command("pull")
 @click.argument("source", metavar="NAME|SOURCE")
-@click.option("--name", help="Keep the model under this name.")
-@click.option("--precision", help="int8 (default), int4, fp32, or source: a GGUF file's own blocks.")
+@click.option("--name", help="Keep the model under this name; by default as export does.")
+@click.option("--precision", type=PRECISION, help="As for export; by default int8.")
 @click.option("--force", is_flag=True, help="Get and export it anew even if it is here already.")
 def pull_command(source: str, name: str | None, precision: str | None, force: bool) -> None:
-    """Get a model and export it into the cache; prints the path of its bundle.
+    """Get a model and export it into the cache.
 
-    SOURCE is a known name (smollm2-135m), a folder of safetensors weights, a .gguf file, or a hub repository
-    (ORG/NAME, ORG/NAME/FILE.gguf).
+    Prints the path of its bundle. SOURCE is a known name (smollm2-135m), a folder of safetensors weights, a .gguf file,
+    or a hub repository (ORG/NAME, ORG/NAME/FILE.gguf).
     """
     from specrun.export.bundle import export_bundle
 
@@ -93,7 +96,10 @@ def path_command(name: str) -> None:
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify_command(name: str | None, as_json: bool) -> None:
-    """Read every file of a model (of all models without NAME) and compare it with its digest."""
+    """Read a model's files and check their digests.
+
+    Without NAME all models are read.
+    """
     rows: list[dict[str, Any]] = []
     with progress_line() as progress:
         if name is not None:
@@ -129,10 +135,12 @@ def _verified(bundle: Bundle, progress: ProgressLine) -> dict[str, Any]:
 
 @models.command("rm")
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask; needed where there is no terminal.")
 def rm_command(name: str, yes: bool) -> None:
     """Remove a model from the cache."""
     if not yes:
+        if not is_terminal(sys.stdin):
+            raise UsageError(f"Nobody can be asked whether to remove {name!r}: add --yes.")
         click.confirm(f"Remove {models_dir() / name}?", abort=True, err=True)
     remove_bundle(name)
     click.echo(f"removed {name}", err=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -31,7 +31,7 @@ _SPECULATION: tuple[Decorator, ...] = (
     click.option(
         "--method",
         help="How to draft: none, ngram (repeats of what was read or written) or draft (a draft model). "
-        "By default draft with --draft, else ngram. The text is the same with each.",
+        "By default draft with --draft, else ngram. The text is the same with each, unless --sampling is rejection.",
     ),
     click.option(
         "--draft-length",
@@ -70,7 +70,8 @@ _SAMPLING: tuple[Decorator, ...] = (
         type=click.Choice(["coupled", "rejection"]),
         default="coupled",
         show_default=True,
-        help="coupled: the seed decides the text whatever the method. rejection: exact in distribution.",
+        help="coupled: the seed decides the text whatever the method. rejection: the rule of the papers; the text then "
+        "depends on the method, though its distribution does not.",
     ),
 )
 
@@ -81,10 +82,15 @@ _SHOWING: tuple[Decorator, ...] = (
         "--ngrams",
         type=click.Path(dir_okay=False),
         metavar="FILE",
-        help="Draft from the texts kept in this file too, and keep this run's text there.",
+        help="Draft from the texts kept in this file too, and keep this run's text there, so that a second run of a "
+        "similar prompt drafts from the first one's.",
     ),
     click.option("--color", is_flag=True, help="Show accepted draft tokens in green, on a terminal without NO_COLOR."),
-    click.option("--stats", is_flag=True, help="Print a line of figures to stderr."),
+    click.option(
+        "--stats",
+        is_flag=True,
+        help="Print a line of figures to stderr: tokens/s, MAT (tokens committed a target run), acceptance, memory.",
+    ),
 )
 
 _ENGINE_NAMES = ("model", "draft", "threads", "device", "context", "yes")
@@ -124,6 +130,14 @@ def engine_values(values: dict[str, Any]) -> dict[str, Any]:
 def request_values(values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that `Engine.stream` and `ChatSession.send` take."""
     return {name: values[name] for name in _REQUEST_NAMES}
+
+
+def require_draft(methods: Iterable[str], draft: str | None) -> None:
+    """Raises UsageError if one of the methods drafts with a model and there is none."""
+    from specrun.models_cache.errors import UsageError
+
+    if draft is None and "draft" in methods:
+        raise UsageError("Method 'draft' needs a draft model: give one with --draft.")
 
 
 def _decorated(command: Callable[..., Any], decorators: tuple[Decorator, ...]) -> Callable[..., Any]:

@@ -43,6 +43,7 @@ class ProgressLine:
 
     def __call__(self, label: str, done: int, total: int | None) -> None:
         self.used = True
+        label = label[:1].lower() + label[1:]
         if not self._terminal:
             now = time.monotonic()
             if label != self._label and now - self._said >= _INTERVAL_S:
@@ -126,15 +127,19 @@ def coloured(piece: Piece) -> str:
     return piece.text
 
 
-def stats_line(result: Result, sampling: str) -> str:
-    """The line of `--stats`."""
+def stats_line(result: Result, request: dict[str, Any]) -> str:
+    """The line of `--stats`; `request` holds the options as `Engine.stream` takes them."""
     counts, rate = result.speculation, result.to_json()["timings"]["decode_tokens_per_s"]
     exact = "bit-equal to plain decoding" if result.exactness == "bitwise" else "equal to plain decoding up to rounding"
-    if result.seed is not None and sampling == "rejection" and result.method != "none":
+    if result.seed is not None and request["sampling"] == "rejection" and result.method != "none":
         exact = "exact in distribution"
+    written = f"{result.usage.completion_tokens} tokens"
+    if result.finish_reason == "length":
+        full = result.usage.completion_tokens < request["max_tokens"]
+        written += " (ended: the context is full)" if full else " (ended at --max-tokens)"
     memory = result.memory
     parts = [
-        f"{result.usage.completion_tokens} tokens",
+        written,
         f"{rate:.1f} tokens/s",
         f"MAT {counts.mean_accepted_tokens:.2f}",
         f"acceptance {counts.acceptance_rate:.0%} ({counts.accepted} of {counts.evaluated})",

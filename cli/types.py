@@ -1,15 +1,36 @@
-"""Lists on the command line: `ngram,draft` and `1,2,4`."""
+"""Lists on the command line: `ngram,draft`, `none,ngram:4` and `1,2,4`."""
 
 from __future__ import annotations
 
 import click
 
+PRECISION = click.Choice(["int8", "int4", "fp32", "source"])
 
-def names(value: str) -> tuple[str, ...]:
-    """The names of a list."""
+
+def methods(value: str) -> tuple[str, ...]:
+    """The methods of a list."""
+    from specrun.runtime.request import METHODS
+
     found = tuple(value.replace(",", " ").split())
     if not found:
         raise click.BadParameter(f"{value!r} names nothing: give a list such as ngram,draft.")
+    for method in found:
+        if method not in METHODS:
+            raise click.BadParameter(f"there is no method {method!r}: choose from {', '.join(METHODS)}.")
+    return found
+
+
+def timed_methods(value: str) -> tuple[str, ...]:
+    """The methods of a list, each with a K of its own if it has one: `ngram:4`."""
+    found = tuple(value.replace(",", " ").split())
+    methods(",".join(entry.partition(":")[0] for entry in found))
+    for entry in found:
+        method, colon, k = entry.partition(":")
+        if colon:
+            if method == "none":
+                raise click.BadParameter("'none' drafts nothing and takes no K.")
+            if len(numbers(k)) != 1:
+                raise click.BadParameter(f"{entry!r} must have one K, as in ngram:4.")
     return found
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import click
 
 from specrun.cli.opening import open_engine
-from specrun.cli.options import engine_options, engine_values
+from specrun.cli.options import engine_options, engine_values, require_draft
 from specrun.cli.output import echo_json, note, progress_line
-from specrun.cli.types import names, numbers
+from specrun.cli.types import methods as method_names
+from specrun.cli.types import numbers
 
 
 @click.command()
@@ -27,7 +28,10 @@ from specrun.cli.types import names, numbers
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of each text.")
 @click.option(
-    "--methods", type=names, metavar="NAME,...", help="Methods, such as ngram,draft; by default all that the model has."
+    "--methods",
+    type=method_names,
+    metavar="NAME,...",
+    help="Methods, such as ngram,draft; by default all that can run: draft with --draft only.",
 )
 @click.option(
     "--draft-lengths",
@@ -47,9 +51,10 @@ def verify(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Compare every method and draft length with plain decoding, greedy and sampled, token by token.
+    """Prove that speculation changes no text.
 
-    Ends with exit code 1 at the first text that differs, and says where.
+    Every method and draft length is compared with plain decoding, greedy and sampled, token by token. Ends with exit
+    code 1 at the first text that differs, and says where.
 
     \b
     Examples:
@@ -61,12 +66,13 @@ def verify(
     from specrun.runtime.verify import PROMPTS
     from specrun.runtime.verify import verify as verify_engine
 
+    require_draft(methods or (), values["draft"])
     prompts = [entry.prompt for entry in load_prompts(prompts_file)] if prompts_file is not None else list(PROMPTS)
     rows = []
     failed = None
-    if not as_json:
-        click.echo(_row("method", "K", "sampling", "prompts", "tokens", "equal"))
     with open_engine(**engine_values(values)) as engine, progress_line() as progress:
+        if not as_json:
+            click.echo(_row("method", "K", "sampling", "prompts", "tokens", "equal"))
         cases = verify_engine(
             engine,
             prompts[:limit],

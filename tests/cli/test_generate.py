@@ -108,7 +108,16 @@ class TestText:
     def test_stats_go_to_stderr(self) -> None:
         result = generate("--stats", "--temperature", "1", "--seed", "3", "Hello")
         assert len(result.stderr.splitlines()) == 1
-        for part in ("30 tokens", "tokens/s", "MAT", "acceptance", "method ngram", "bit-equal", "MB", "seed 3"):
+        for part in (
+            "30 tokens (ended at --max-tokens), ",
+            "tokens/s",
+            "MAT",
+            "acceptance",
+            "method ngram",
+            "bit-equal",
+            "MB",
+            "seed 3",
+        ):
             assert part in result.stderr
         assert (
             "exact in distribution" in generate("--stats", "--temperature", "1", "--sampling", "rejection", "x").stderr
@@ -139,7 +148,7 @@ class TestText:
         path.write_bytes(b"PK no")
         result = generate("--ngrams", str(path), "Hello")
         assert result.exit_code == 1
-        assert "delete it" in result.stderr
+        assert "name another file" in result.stderr
 
 
 @pytest.mark.usefixtures("tiny")
@@ -185,7 +194,9 @@ class TestJson:
 
     def test_samples_as_text(self) -> None:
         texts = [expected(temperature=1.0, seed=5, sample_index=index) + "\n" for index in range(2)]
-        assert generate("--n", "2", "--temperature", "1", "--seed", "5", "Hello").stdout == "\n".join(texts)
+        result = generate("--n", "2", "--temperature", "1", "--seed", "5", "Hello")
+        assert result.stdout == "".join(texts)
+        assert result.stderr == "--- sample 1 of 2 ---\n--- sample 2 of 2 ---\n"
 
 
 @pytest.mark.usefixtures("tiny")
@@ -222,6 +233,13 @@ class TestRefusals:
         result = generate("-", stdin=b"ab\xff")
         assert result.exit_code == 2
         assert "at byte 2" in result.stderr
+
+    @pytest.mark.parametrize(("arguments", "stdin"), [(("-",), ""), ((), "\n"), (("",), None), ((" ",), None)])
+    def test_an_empty_prompt(self, arguments: tuple[str, ...], stdin: str | None) -> None:
+        result = generate(*arguments, stdin=stdin)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("Error: The prompt is empty")
+        assert len(result.stderr.splitlines()) == 1
 
     def test_an_unknown_model(self) -> None:
         result = CliRunner().invoke(main, ["generate", "--model", "no-such-model", "--json", "x"])

@@ -49,6 +49,9 @@ def test_the_first_page_lists_the_commands_and_the_exit_codes() -> None:
     page = CliRunner().invoke(main, ["--help"]).stdout
     for name in COMMANDS:
         assert f"  {name} " in page
+    for group in ([], ["models"]):
+        summaries = CliRunner().invoke(main, [*group, "--help"]).stdout.split("Commands:")[1]
+        assert "..." not in summaries
     assert "130 interrupted" in " ".join(page.split())
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from specrun.cli import models as models_module
 from specrun.cli.models import models
-from specrun.models_cache.errors import IntegrityError, ModelNotFoundError
+from specrun.models_cache.errors import IntegrityError, ModelNotFoundError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.manifest import GraphSpec, KVSpec, Manifest, Sizes, SourceInfo, SpecialIds
 from specrun.models_cache.store import bundle_or_build
@@ -116,7 +117,8 @@ def test_verify_goes_on_after_a_broken_one(bundle: Bundle, home: Path) -> None:
     assert str(result.exception).startswith("damaged: broken; ")
 
 
-def test_rm_asks(bundle: Bundle) -> None:
+def test_rm_asks(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models_module, "is_terminal", lambda stream: True)
     refused = run("rm", "tiny", keys="n\n")
     assert refused.exit_code == 1
     assert "Remove" in refused.stderr
@@ -124,6 +126,13 @@ def test_rm_asks(bundle: Bundle) -> None:
     assert find_bundle("tiny") == bundle
     assert run("rm", "tiny", keys="y\n").exit_code == 0
     assert not bundle.path.exists()
+
+
+def test_rm_where_nobody_can_be_asked(bundle: Bundle) -> None:
+    result = run("rm", "tiny", keys="y\n")
+    assert isinstance(result.exception, UsageError)
+    assert "--yes" in str(result.exception)
+    assert find_bundle("tiny") == bundle
 
 
 def test_rm_without_asking(bundle: Bundle) -> None:
@@ -149,4 +158,5 @@ def test_pull(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stdout == f"{home / 'models' / 'tiny'}\n"
     assert result.stderr == "downloading x\n"
     run("pull", "tiny")
+    assert run("pull", "tiny", "--precision", "int3").exit_code == 2
     assert calls[1] == ("tiny", {"name": None, "precision": None, "force": False})

@@ -15,7 +15,7 @@ def test_progress_elsewhere_than_on_a_terminal(
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with output.progress_line() as line:
-        for label, at in [("a", 0.0), ("a", 2.0), ("short", 0.1), ("short", 0.2), ("b", 3.0), ("c", 3.1), ("c", 4.2)]:
+        for label, at in [("A", 0.0), ("a", 2.0), ("short", 0.1), ("short", 0.2), ("b", 3.0), ("c", 3.1), ("c", 4.2)]:
             clock[0] = 100.0 + at
             line(label, 1, None)
     assert capsys.readouterr() == ("", "a\nb\nc\n")

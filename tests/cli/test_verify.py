@@ -37,6 +37,7 @@ def test_json_and_a_file_of_prompts(tmp_path: Path) -> None:
     value = json.loads(verify("--prompts", str(path), "--json").stdout)
     assert value["ok"] is True
     assert {case["prompts"] for case in value["cases"]} == {3}
+    assert {case["draft_length"] for case in value["cases"]} == {1, 4, None}
     value = json.loads(verify("--prompts", str(path), "--limit", "2", "--json").stdout)
     assert {case["prompts"] for case in value["cases"]} == {2}
 
@@ -60,10 +61,26 @@ def test_the_first_difference_ends_it(monkeypatch: pytest.MonkeyPatch, as_json: 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--methods", "magic"), ("--methods", ","), ("--draft-lengths", "0"), ("--draft-lengths", "x"), ("--limit", "0")],
+    [
+        ("--methods", "magic"),
+        ("--methods", "draft"),
+        ("--methods", ","),
+        ("--draft-lengths", "0"),
+        ("--draft-lengths", "x"),
+        ("--limit", "0"),
+    ],
 )
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
-    assert verify(*arguments).exit_code == 2
+    result = verify(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("methods", ["magic", "draft", "none,ngram:0", "ngram:x", "ngram:1:2", "none:4", ","])
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_methods_are_checked_before_the_model_is_looked_for(command: str, methods: str) -> None:
+    result = CliRunner().invoke(main, [command, "--model", "no-such-model", "--methods", methods])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no-such-model" not in result.stderr
 
 
 def test_a_file_that_holds_no_prompts(tmp_path: Path) -> None:
