@@ -7,7 +7,7 @@ export SPECRUN_TEST_HOME
 # Whatever is installed or set around us must not leak into the environments made here.
 unexport PYTHONPATH PYTHONHOME
 
-DEMO_PROMPT = "Write a Python class for a bank account with deposit, withdraw and balance."
+DEMO = .venv/bin/specrun generate --stats "Write a Python class for a stack with push, pop and peek."
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -18,8 +18,9 @@ help:
 
 demo: .venv/.installed
 	@.venv/bin/specrun models pull smollm2-135m >/dev/null
-	@echo '$$ specrun generate --stats --max-tokens 200 $(DEMO_PROMPT)'
-	@.venv/bin/specrun generate --stats --max-tokens 200 $(DEMO_PROMPT)
+	@echo '$(DEMO)'
+	@$(DEMO)
+	@echo 'Go on with: . .venv/bin/activate && specrun chat   (or .venv/bin/specrun --help)'
 
 test: .venv-test/.installed
 	.venv-test/bin/python -m pytest
