@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from specrun.runtime.result import Result
     from specrun.runtime.stream import Piece
 
+EXACTNESS = {
+    "bitwise": "bit-equal to plain decoding",
+    "rounding": "equal to plain decoding up to rounding",
+    "distribution": "exact in distribution",
+}
 _CLEAR = "\r\x1b[K"
 _PATIENCE_S = 1.0  # before a wait is mentioned
 _INTERVAL_S = 1.0  # between lines of progress
@@ -130,9 +135,7 @@ def coloured(piece: Piece) -> str:
 def stats_line(result: Result, request: dict[str, Any]) -> str:
     """The line of `--stats`; `request` holds the options as `Engine.stream` takes them."""
     counts, rate = result.speculation, result.to_json()["timings"]["decode_tokens_per_s"]
-    exact = "bit-equal to plain decoding" if result.exactness == "bitwise" else "equal to plain decoding up to rounding"
-    if result.seed is not None and request["sampling"] == "rejection" and result.method != "none":
-        exact = "exact in distribution"
+    exact = EXACTNESS[result.exactness]
     written = f"{result.usage.completion_tokens} tokens"
     if result.finish_reason == "length":
         full = result.usage.completion_tokens < request["max_tokens"]

@@ -46,6 +46,11 @@ def default_threads() -> int:
     return max(1, allowed // 2) if hyperthreaded else allowed
 
 
+def most_threads() -> int:
+    """More than two threads a processor only cost memory; a few are always allowed, so that settings can be moved."""
+    return max(8, 2 * (os.cpu_count() or 1))
+
+
 def create_session(path: Path, *, threads: int, device: str = "cpu", shared_cpu: bool = False) -> Any:
     """An InferenceSession for the graph at `path`.
 

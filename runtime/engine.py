@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
-from specrun.runtime.backend import default_threads
+from specrun.runtime.backend import default_threads, most_threads
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
@@ -54,8 +54,8 @@ class Engine:
         context: int | None = None,
     ) -> None:
         start = time.perf_counter()
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads must be 1 or more, not {threads}.")
+        if threads is not None and not 1 <= threads <= most_threads():
+            raise UsageError(f"threads must be between 1 and {most_threads()} on this machine, not {threads}.")
         if context is not None and context < 2:
             raise UsageError(f"context must be 2 or more, not {context}.")
         manifest = bundle.manifest

@@ -288,7 +288,7 @@ def test_logprobs_of_accepted_tokens(models: TinyModels, options: dict[str, Any]
 
 def test_prompt_logprobs_are_no_option(models: TinyModels) -> None:
     """vllm#8047: log-probabilities of the prompt are refused, not silently wrong."""
-    with pytest.raises(TypeError, match="prompt_logprobs"):
+    with pytest.raises(UsageError, match="prompt_logprobs"):
         models.engine("tgt").stream("a", prompt_logprobs=1)
 
 

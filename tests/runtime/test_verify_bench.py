@@ -40,7 +40,7 @@ def test_verify_proves_a_sound_engine(engine: Engine) -> None:
     assert {(case.method, case.draft_length, case.sampling) for case in found} == {
         (method, draft_length, sampling)
         for method in ("draft", "ngram")
-        for draft_length in (*DRAFT_LENGTHS, 0)
+        for draft_length in (*DRAFT_LENGTHS, None)
         for sampling in ("greedy", "coupled")
     }
     assert all(case.prompts == 3 and case.tokens > 24 for case in found)
