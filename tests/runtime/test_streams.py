@@ -559,3 +559,9 @@ def test_the_result_as_json(engine: Engine) -> None:
     assert [token["id"] for token in body["tokens"]] == body["token_ids"]
     assert set(body["tokens"][0]) == {"id", "text", "source", "logprob", "top_logprobs"}
     assert "tokens" not in result.to_json()
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000])
+def test_impossible_thread_counts_are_refused(models: TinyModels, threads: int) -> None:
+    with pytest.raises(UsageError, match="threads must be between 1 and"):
+        Engine(models.bundle("tgt"), threads=threads)
