@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specrun.models_cache.errors import BackendError, SpecrunError
+from specrun.models_cache.errors import BackendError, SpecrunError, UsageError
 from specrun.runtime import Engine
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.ngram_table import NgramTable
