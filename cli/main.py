@@ -60,6 +60,8 @@ class _Specrun(click.Group):
 
 def _accept_any_text() -> None:
     """Let a stdout of another encoding than UTF-8 show what it can instead of ending the command."""
+    if sys.stdout is None:  # closed by whoever started us
+        return
     encoding = (sys.stdout.encoding or "").lower().replace("_", "-")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="surrogateescape" if encoding in ("utf-8", "utf8") else "replace")

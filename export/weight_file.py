@@ -32,7 +32,7 @@ class WeightFile:
             return ir.Tensor(array, name=name)
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
         offset = self._file.tell()
-        array.tofile(self._file)
+        self._file.write(array.data)  # tofile would hide the reason why a disk refuses
         return self._reference(name, offset, array.nbytes, ir.DataType.from_numpy(array.dtype), array.shape)
 
     def view(self, name: str, stored: Stored, shape: tuple[int, ...]) -> Stored:

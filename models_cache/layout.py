@@ -35,6 +35,12 @@ class Bundle:
     manifest: Manifest
     digest: str
 
+    @property
+    def weights_bytes(self) -> int:
+        """Size of the data files of its graphs, each once."""
+        names = {name for graph in self.manifest.graphs.values() for name in graph.data}
+        return sum(self.manifest.files[name].size for name in names)
+
 
 @dataclass(frozen=True, slots=True)
 class BundleEntry:

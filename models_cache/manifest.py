@@ -236,6 +236,8 @@ def check_manifest(manifest: Manifest) -> None:
     """
     if not manifest.name:
         raise ManifestError(f"{MANIFEST_NAME}: the name is empty; export the model again")
+    if not manifest.name.isprintable() or "/" in manifest.name:
+        raise ManifestError(f"{MANIFEST_NAME}: {manifest.name!r} cannot name a model; export the model again")
     for name, info in manifest.files.items():
         check_name_inside(name, "files")
         if name == MANIFEST_NAME:
@@ -259,7 +261,8 @@ def check_manifest(manifest: Manifest) -> None:
 def _check_numbers(manifest: Manifest) -> None:
     for entry in dataclasses.fields(Sizes):
         _check_range(f"sizes.{entry.name}", getattr(manifest.sizes, entry.name), 1, MAX_SIZE)
-    _check_range("kv.positions", manifest.kv.positions, 1, MAX_SIZE)
+    _check_range("sizes.tokens", manifest.sizes.tokens, 1, manifest.sizes.vocabulary)
+    _check_range("kv.positions", manifest.kv.positions, manifest.sizes.context, MAX_SIZE)
     ids = manifest.special_ids
     for number in (ids.bos, ids.pad, *ids.eos):
         if number is not None:

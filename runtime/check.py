@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specrun.models_cache.layout import Bundle, find_bundle
+from specrun.models_cache.layout import find_bundle
 from specrun.runtime.tokenizer import Tokenizer
 
 
@@ -28,7 +28,7 @@ def check_pair(target: str | Path, draft: str | Path) -> PairCheck:
     ours, theirs = first.manifest, second.manifest
     reasons: list[str] = []
     hints: list[str] = []
-    difference = _tokenizer(first).first_difference(_tokenizer(second))
+    difference = Tokenizer.from_bundle(first).first_difference(Tokenizer.from_bundle(second))
     if difference is not None:
         token_id, a, b = difference
         reasons.append(
@@ -42,7 +42,7 @@ def check_pair(target: str | Path, draft: str | Path) -> PairCheck:
         )
     if set(theirs.special_ids.eos) != set(ours.special_ids.eos):
         hints.append("their end-of-text ids differ: the target's count")
-    weights, draft_weights = _weight_bytes(first), _weight_bytes(second)
+    weights, draft_weights = first.weights_bytes, second.weights_bytes
     if draft_weights * 2 > weights:
         hints.append(
             f"the draft's weights are {draft_weights / weights:.0%} of the target's: a draft pays when a step costs "
@@ -57,12 +57,3 @@ def check_pair(target: str | Path, draft: str | Path) -> PairCheck:
         "weights_bytes": [weights, draft_weights],
     }
     return PairCheck(not reasons, tuple(reasons or hints), facts)
-
-
-def _tokenizer(bundle: Bundle) -> Tokenizer:
-    return Tokenizer.from_folder(bundle.path, bundle.manifest.special_ids, bundle.manifest.sizes.tokens)
-
-
-def _weight_bytes(bundle: Bundle) -> int:
-    names = {name for graph in bundle.manifest.graphs.values() for name in graph.data}
-    return sum(bundle.manifest.files[name].size for name in names)

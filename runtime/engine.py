@@ -62,9 +62,9 @@ class Engine:
         self.bundle = bundle
         self.threads = threads or default_threads()
         self.context = min(context or manifest.sizes.context, manifest.sizes.context)
-        self.tokenizer = _tokenizer(bundle)
+        self.tokenizer = Tokenizer.from_bundle(bundle)
         if draft is not None:
-            self.tokenizer.require_same_vocabulary(_tokenizer(draft))
+            self.tokenizer.require_same_vocabulary(Tokenizer.from_bundle(draft))
         self._open_session = session_opener(bundle, self.threads, device, shared_cpu=draft is not None)
         self.calibration = calibrate(bundle, self.threads, self._open_session)
         self.target = self._open_session(1, self.calibration.rule)
@@ -121,6 +121,11 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text in the model's chat template, or as it is with `raw` or without a template."""
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt)
+        ):
+            kinds = "text, or a list of messages such as {'role': 'user', 'content': 'Hi'}"
+            raise UsageError(f"A prompt is {kinds}, not {prompt!r:.60}.")
         template = self.tokenizer.chat_template
         if raw or (template is None and isinstance(prompt, str)):
             if not isinstance(prompt, str):
@@ -168,8 +173,12 @@ class Engine:
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Plain decoding's logits f32 [vocabulary] after `tokens`."""
+        real = self.bundle.manifest.sizes.tokens
         if not tokens:
             raise UsageError("There are no tokens to run: give at least one.")
+        unknown = [token for token in tokens if not 0 <= token < real]
+        if unknown:
+            raise UsageError(f"There is no token {unknown[0]}: the ids go from 0 to {real - 1}.")
         with self._exclusive():
             shared = self.prepare(tokens, len(tokens) + 1)
             row: NDArray[np.float32] = self.target.prefill(tokens[shared:])[0].copy()
@@ -185,7 +194,7 @@ class Engine:
         """Bytes of weights and KV buffers as they stand."""
         draft = self._draft
         return Memory(
-            weights_bytes=_weight_bytes(self.bundle) + (_weight_bytes(draft.bundle) if draft else 0),
+            weights_bytes=self.bundle.weights_bytes + (draft.bundle.weights_bytes if draft else 0),
             kv_target_bytes=self.target.cache.nbytes,
             kv_draft_bytes=draft.cache.nbytes if draft else 0,
         )
@@ -232,6 +241,10 @@ class Engine:
             self.release()
             raise SpecrunError("The engine is closed: load the model again.")
 
+    def keep(self) -> None:
+        """The thread that reads on now holds the engine: a stream may be handed from one to another."""
+        self._owner = threading.get_ident()
+
     def release(self) -> None:
         """Give the engine back."""
         self._owner = self._end_stream = None
@@ -246,6 +259,7 @@ class Engine:
             self._target_tokens, self._held_rule = [], self.target.width_rule
         shared = shared_prefix(self._target_tokens[: self.target.length], prompt[:-1])
         self.target.rewind_to(shared)
+        del self._target_tokens[shared:]
         self.target.reserve(length)
         if self._draft is not None:
             self._draft.reserve(length)
@@ -295,12 +309,3 @@ def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
         if x != y:
             return index
     return min(len(a), len(b))
-
-
-def _tokenizer(bundle: Bundle) -> Tokenizer:
-    return Tokenizer.from_folder(bundle.path, bundle.manifest.special_ids, bundle.manifest.sizes.tokens)
-
-
-def _weight_bytes(bundle: Bundle) -> int:
-    names = {name for graph in bundle.manifest.graphs.values() for name in graph.data}
-    return sum(bundle.manifest.files[name].size for name in names)

@@ -15,7 +15,7 @@ after d1 .. dj. With a of the K accepted, a + 1 tokens are committed: the drafts
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from specrun.runtime.chooser import Chooser
@@ -40,13 +40,18 @@ def speculate(
     committed: list[int],
     limits: Limits,
     stats: SpeculationStats,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Generator[list[Token]]:
     """Yield the tokens of the prefill, then of each round, until an end-of-text id or the limit.
 
     committed: the prompt, extended in place. The target's cache holds a true prefix of it, shorter than the prompt.
-    Between two yields the target's length is len(committed) - 1, so the caller may stop at any of them.
+    Between two yields the target's length is len(committed) - 1, so the caller may stop at any of them. `cancelled` is
+    asked after each chunk of the prefill; if it says so, nothing is yielded.
     """
-    logits = target.prefill(committed[target.length :])
+    for step in target.prefill_steps(committed[target.length :]):
+        if cancelled():
+            return
+        logits = step
     token = chooser.first(logits, len(committed))
     logprob, top = chooser.logprobs(logits[0], token)
     if proposer is not None:

@@ -7,15 +7,15 @@ bound is bound once per width, so a run only rewrites a few small arrays in plac
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.models_cache.errors import BackendError, ContextLengthError
+from specrun.models_cache.errors import BackendError, ContextLengthError, ManifestError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import GraphSpec
 from specrun.runtime.backend import build_features, create_session, first_line, onnxruntime
@@ -61,8 +61,8 @@ class ModelSession:
         self.ragged = graph.max_batch is None
         self.width_rule = width_rule or WidthRule()
         self._onnx_session = onnx_session
-        self._output_names = [output.name for output in graph.outputs]
-        self._qkv_width = next(int(spec.shape[2]) for spec in graph.inputs if spec.name == "pad_rows")
+        self._output_names = check_graph(bundle, onnx_session)
+        self._qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         self.cache = KVCache(
             layers=sizes.layers,
             kv_heads=sizes.kv_heads,
@@ -97,10 +97,12 @@ class ModelSession:
 
     def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append `tokens` to row 0 in chunks; logits f32 [1, vocabulary] after the last."""
-        for start in range(0, len(tokens) - PREFILL_CHUNK, PREFILL_CHUNK):
-            self.run(tokens[start : start + PREFILL_CHUNK], rows=1)
-        rest = len(tokens) - (max(0, len(tokens) - 1) // PREFILL_CHUNK) * PREFILL_CHUNK
-        return self.run(tokens[-rest:], rows=1)
+        return deque(self.prefill_steps(tokens), maxlen=1)[0]
+
+    def prefill_steps(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+        """As `prefill`, pausing after each chunk with the logits there."""
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            yield self.run(tokens[start : start + PREFILL_CHUNK], rows=1)
 
     def run(self, tokens: Sequence[int], *, rows: int) -> NDArray[np.float32]:
         """Append `tokens` to row 0; logits f32 [rows, vocabulary] of its last `rows` positions.
@@ -247,6 +249,36 @@ def choose_graph(bundle: Bundle) -> GraphSpec:
         if name in graphs and features.issuperset(graphs[name].requires):
             return graphs[name]
     raise BackendError(f"No graph of {bundle.manifest.name} runs on this ONNX Runtime: update it to 1.32 or newer.")
+
+
+def check_graph(bundle: Bundle, onnx_session: Any) -> list[str]:
+    """The names of the graph's outputs, logits first, after a look whether it is the graph that the manifest describes.
+
+    Raises ManifestError naming the first input or output that is missing or has another shape.
+    """
+    sizes = bundle.manifest.sizes
+    cache = (None, sizes.kv_heads, None, sizes.head_dim)
+    parts = [f"{part}.{layer}" for layer in range(sizes.layers) for part in ("key", "value")]
+    inputs: dict[str, tuple[int | None, ...]] = {
+        "pad_rows": (None, None, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim),
+        **{f"past_{part}": cache for part in parts},
+    }
+    outputs = {"logits": (None, None, sizes.vocabulary), **{f"present_{part}": cache for part in parts}}
+    for wanted, found in ((inputs, onnx_session.get_inputs()), (outputs, onnx_session.get_outputs())):
+        shapes = {value.name: value.shape for value in found}
+        extra = [name for name in shapes if name.startswith(("past_", "present_")) and name not in wanted]
+        for name in (*wanted, *extra):
+            if not _fits(wanted.get(name), shapes.get(name)):
+                model = bundle.manifest.name
+                raise ManifestError(f"The manifest of {model} does not describe its graph ({name}): export it again.")
+    return [*outputs]
+
+
+def _fits(wanted: Sequence[int | None] | None, found: Sequence[int | str] | None) -> bool:
+    """Whether both are there and of one rank, and every size that is wanted (not None) is the one found."""
+    if wanted is None or found is None or len(wanted) != len(found):
+        return False
+    return all(size is None or size == other for size, other in zip(wanted, found, strict=True))
 
 
 def session_opener(

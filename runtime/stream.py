@@ -121,9 +121,9 @@ class _Running:
         if not prompt:
             raise UsageError("The prompt is empty: give at least one character.")
         if prompt >= context and max_tokens != 0:
-            raise ContextLengthError(
-                f"The prompt has {prompt} tokens and the context holds {context}: shorten it or raise --context."
-            )
+            most = self._engine.bundle.manifest.sizes.context
+            mend = "shorten it" if context == most else f"shorten it, or choose a context of up to {most}"
+            raise ContextLengthError(f"The prompt has {prompt} tokens and the context holds {context}: {mend}.")
         return context if max_tokens is None else min(context, prompt + max_tokens)
 
     def pieces(self, end_stream: weakref.WeakMethod[Callable[[], None]]) -> Generator[Piece]:
@@ -132,10 +132,10 @@ class _Running:
         try:
             engine.acquire(end_stream)
             try:
-                if self._length_limit > len(self._prompt_tokens):
-                    yield from self._decode()
-                else:
+                if self._length_limit <= len(self._prompt_tokens):
                     self._finish = "length"
+                elif not self.cancelled.is_set():
+                    yield from self._decode()
             finally:
                 self._memory = engine.memory()
                 engine.release()
@@ -154,9 +154,9 @@ class _Running:
         draft_length = MAX_DRAFT_LENGTH if options.draft_length is None else options.draft_length
         limits = Limits(self._length_limit, draft_length, frozenset(() if options.ignore_eos else eos))
         expected = min(self._length_limit, len(committed) + RESERVED_TOKENS)
-        self._cached_tokens = engine.prepare(committed, expected + draft_length + 1)
+        self._cached_tokens = engine.prepare(committed, expected + min(draft_length, expected - len(committed)) + 1)
         text = TextStream(engine.tokenizer, options.stop, prompt=committed)
-        rounds = speculate(engine.target, proposer, chooser, committed, limits, self._stats)
+        rounds = speculate(engine.target, proposer, chooser, committed, limits, self._stats, self.cancelled.is_set)
         emitted = 0
         start = time.perf_counter()
         try:
@@ -177,12 +177,14 @@ class _Running:
                         left = time.perf_counter()
                         yield piece
                         start += time.perf_counter() - left  # what the reader does is not decoding
+                        engine.keep()
                     if delta.stopped:
                         return
                 if self.cancelled.is_set():
                     break
             else:
-                self._finish = "stop" if committed[-1] in limits.eos else "length"
+                if emitted:
+                    self._finish = "stop" if committed[-1] in limits.eos else "length"
             piece = self._piece(text.finish(), emitted)
             if piece.text or piece.tokens:
                 yield piece

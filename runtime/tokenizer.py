@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,10 +14,12 @@ import tokenizers
 
 from specrun.models_cache.errors import (
     IntegrityError,
+    ManifestError,
     UnsupportedModelError,
     UsageError,
     VocabularyMismatchError,
 )
+from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import SpecialIds
 
 
@@ -44,6 +47,18 @@ class Tokenizer:
         self._middle: tokenizers.Tokenizer | None = None
         # Whether control tokens are parsed is a setting of the library's object, so encoding is one at a time.
         self._lock = threading.Lock()
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> Tokenizer:
+        """Load a bundle's tokenizer; only files that its manifest lists, and whose digests it so vouches for, are read.
+
+        Raises ManifestError for one that is not listed, IntegrityError as `from_folder` does.
+        """
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            there = os.path.lexists(bundle.path / name)
+            if name not in bundle.manifest.files and (there or name == "tokenizer.json"):
+                raise ManifestError(f"{bundle.path}: the manifest does not list {name}; export the model again")
+        return cls.from_folder(bundle.path, bundle.manifest.special_ids, bundle.manifest.sizes.tokens)
 
     @classmethod
     def from_folder(cls, folder: Path, special_ids: SpecialIds, tokens: int) -> Tokenizer:

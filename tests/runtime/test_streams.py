@@ -565,3 +565,91 @@ def test_the_result_as_json(engine: Engine) -> None:
 def test_impossible_thread_counts_are_refused(models: TinyModels, threads: int) -> None:
     with pytest.raises(UsageError, match="threads must be between 1 and"):
         Engine(models.bundle("tgt"), threads=threads)
+
+
+# Work cut short
+
+
+def _interrupt_after_first_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    run = engine.target.run
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        run(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.target, "run", interrupted)
+    return monkeypatch
+
+
+def test_interrupted_logits_leave_no_foreign_cache(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = text_of(400), text_of(390)[::-1]
+    options: dict[str, Any] = {"max_tokens": 16, "method": "none", **RAW}
+    wanted = engine.generate(first, **options).token_ids
+    with monkeypatch.context() as patch:
+        _interrupt_after_first_run(engine, patch)
+        with pytest.raises(KeyboardInterrupt):
+            engine.logits(engine.encode(other, raw=True))
+    assert engine.generate(first, **options).token_ids == wanted
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_logits_of_ids_that_do_not_exist(engine: Engine, token: int) -> None:
+    with pytest.raises(UsageError, match=f"no token {token}"):
+        engine.logits([3, token])
+
+
+def test_a_cancel_during_the_prefill_ends_after_its_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = text_of(400)
+    stream = engine.stream(prompt, max_tokens=8, **RAW)
+    runs: list[int] = []
+    run = engine.target.run
+
+    def watched(tokens: Sequence[int], *, rows: int) -> Any:
+        runs.append(len(tokens))
+        stream.cancel()
+        return run(tokens, rows=rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "run", watched)
+        assert list(stream) == []
+    assert len(runs) == 1
+    assert runs[0] < len(stream.prompt_tokens)
+    assert (stream.result.finish_reason, stream.result.token_ids) == ("cancelled", ())
+    plain = engine.generate(prompt, max_tokens=8, method="none", **RAW)
+    same_output(engine.generate(prompt, max_tokens=8, **RAW), plain)
+
+
+def test_a_stream_cancelled_before_its_start_runs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = engine.stream(PROMPT, max_tokens=8, **RAW)
+    stream.cancel()
+    monkeypatch.setattr(engine.target, "run", None)
+    assert list(stream) == []
+    assert stream.result.finish_reason == "cancelled"
+
+
+def test_a_stream_read_on_by_another_thread_belongs_to_that_thread(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, max_tokens=24, **RAW)
+    next(stream)
+    errors: list[str] = []
+
+    def read_on() -> None:
+        next(stream)
+        next(stream)
+        try:
+            engine.generate(PROMPT, max_tokens=2, **RAW)
+        except SpecrunError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=read_on)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert errors
+    assert "busy" in errors[0]
+    stream.close()
+
+
+@pytest.mark.parametrize("prompt", [123, None, ["a"], [], {}, b"bytes"])
+def test_prompts_of_another_kind_are_usage_errors(engine: Engine, prompt: Any) -> None:
+    with pytest.raises(UsageError, match="A prompt is text, or a list of messages"):
+        engine.generate(prompt, max_tokens=1)
