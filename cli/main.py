@@ -34,6 +34,15 @@ class _Specrun(click.Group):
         command: click.Command = getattr(importlib.import_module(f"specrun.cli.{cmd_name}"), cmd_name)
         return command
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        _reopen_closed_streams()
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:  # a help page that cannot be written; commands have their own edge
+            _drop_stdout()
+            click.echo(f"Error: {_failure(error).message}", err=True)
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
         debug = bool(os.environ.get("SPECRUN_DEBUG"))
         with warnings.catch_warnings():
@@ -58,10 +67,15 @@ class _Specrun(click.Group):
                 raise _failure(error) from None
 
 
+def _reopen_closed_streams() -> None:
+    """Whoever started us may have closed a standard stream: then there is nothing to read, and nobody reads."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for as long as we run)
+
+
 def _accept_any_text() -> None:
     """Let a stdout of another encoding than UTF-8 show what it can instead of ending the command."""
-    if sys.stdout is None:  # closed by whoever started us
-        return
     encoding = (sys.stdout.encoding or "").lower().replace("_", "-")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="surrogateescape" if encoding in ("utf-8", "utf8") else "replace")

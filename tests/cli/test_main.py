@@ -4,6 +4,7 @@ import errno
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import click
 import pytest
@@ -137,3 +138,22 @@ def test_a_stdout_of_another_encoding_shows_what_it_can(tiny: str, run) -> None:
     done = run("generate", "--model", tiny, "--json", "x", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0
     assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("specrun models list >&-", 0, ""),
+        ("specrun generate <&-", 2, "The prompt is empty"),
+        ("specrun --help >/dev/full", 1, "No space left on device"),
+        ("specrun models --help 2>&- >/dev/full", 1, ""),
+    ],
+)
+def test_closed_and_full_standard_streams(line: str, code: int, said: str) -> None:
+    if "/dev/full" in line and not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    command = line.replace("specrun", f"'{sys.executable}' -c 'from specrun.cli.main import main; main()'", 1)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
