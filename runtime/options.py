@@ -32,15 +32,16 @@ def _number(name: str, value: object, low: float, high: float, wanted: str) -> f
 
 def _integer(name: str, value: object, low: int, high: int | None, wanted: str) -> int:
     """The whole number `value` as an int in [low, high], or UsageError: '`name` must be `wanted`'."""
-    if not isinstance(value, bool):
-        try:
-            number = operator.index(cast(int, value))
-        except TypeError:
-            pass
-        else:
-            if number >= low and (high is None or number <= high):
-                return number
-    raise UsageError(f"{name} must be {wanted}, not {value!r}.")
+    refused = UsageError(f"{name} must be {wanted}, not {value!r}.")
+    if isinstance(value, bool):
+        raise refused
+    try:
+        number = operator.index(cast(int, value))
+    except TypeError:
+        raise refused from None
+    if number < low or (high is not None and number > high):
+        raise refused
+    return number
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

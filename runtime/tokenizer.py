@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from specrun.models_cache.errors import (
 )
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import SpecialIds
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -281,12 +284,8 @@ class _Decoder:
                 return bytes(self._byte_characters[character] for character in piece)
             except KeyError:
                 return piece.encode("utf-8")
-        if self._byte_fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            try:
-                return bytes([int(piece[3:5], 16)])
-            except ValueError:
-                pass
-        return self.added(piece)
+        spelt = _BYTE.fullmatch(piece) if self._byte_fallback else None
+        return bytes.fromhex(spelt[1]) if spelt else self.added(piece)
 
     def added(self, content: str) -> bytes:
         """Bytes of a token that is written as it is."""
