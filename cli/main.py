@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -38,10 +38,17 @@ class _Specrun(click.Group):
         _reopen_closed_streams()
         try:
             return super().main(*args, **extra)
+        except SystemExit as end:
+            try:
+                sys.stdout.flush()
+            except OSError as error:  # what is still buffered must not fail a second time when Python ends
+                _drop_stdout()
+                if not end.code:
+                    _say_and_end(error)
+            raise
         except OSError as error:  # a help page that cannot be written; commands have their own edge
             _drop_stdout()
-            click.echo(f"Error: {_failure(error).message}", err=True)
-            sys.exit(1)
+            _say_and_end(error)
 
     def invoke(self, ctx: click.Context) -> Any:
         debug = bool(os.environ.get("SPECRUN_DEBUG"))
@@ -65,6 +72,11 @@ class _Specrun(click.Group):
                     _drop_stdout()
                     raise click.exceptions.Exit(1) from None
                 raise _failure(error) from None
+
+
+def _say_and_end(error: OSError) -> NoReturn:
+    click.echo(f"Error: {_failure(error).message}", err=True)
+    sys.exit(1)
 
 
 def _reopen_closed_streams() -> None:
