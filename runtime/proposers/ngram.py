@@ -12,6 +12,7 @@ from specrun.runtime.proposal import EMPTY, Proposal
 Cell = tuple[int, Agreement]
 
 # Chance that a copied token stands, by how many tokens before it match: after j accepted tokens the match is j longer.
+# Counted on SmolLM2-135M's greedy answers to 140 Spec-Bench prompts; what a request shows then moves the estimates.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 20)
 _CHANCES: dict[Agreement, tuple[float, ...]] = {
     "alone": (0.32, 0.54, 0.70, 0.76, 0.78, 0.82, 0.84, 0.89, 0.95),
