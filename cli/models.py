@@ -50,7 +50,7 @@ def list_command(as_json: bool) -> None:
             click.echo(f"{entry.name}: {entry.problem}", err=True)
             continue
         facts = _facts(entry.bundle)
-        parts = [facts["family"], facts["precision"], f"{facts['bytes'] / 1e6:.0f} MB", *facts["speculators"]]
+        parts = [facts["family"], facts["precision"], f"{facts['bytes'] / 1e6:.0f} MB"]
         click.echo(f"{entry.name:<{width}}  " + "  ".join(part for part in parts if part))
 
 
@@ -60,7 +60,6 @@ def _facts(bundle: Bundle) -> dict[str, Any]:
         "family": manifest.family,
         "precision": manifest.precision.get("requested"),
         "bytes": sum(info.size for info in manifest.files.values()),
-        "speculators": sorted(manifest.speculators),
         "source": manifest.source.name,
         "licence": manifest.source.licence,
         "digest": bundle.digest,

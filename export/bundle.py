@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from specrun.export.config import ModelConfig
 from specrun.export.fidelity import TEXT, measure_fidelity
-from specrun.export.graph import build_target
+from specrun.export.graph import build_target, feature_taps
 from specrun.export.quantize import DEFAULT_BLOCKS, check_precision
 from specrun.export.tokenizer import TokenizerFiles, tokenizer_files
 from specrun.export.weight_file import WeightFile
@@ -19,7 +19,7 @@ from specrun.export.weight_store import SPARE_POSITIONS, store_weights
 from specrun.export.weights import open_weights
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.layout import Bundle
-from specrun.models_cache.manifest import GraphSpec, KVSpec, Manifest, Sizes, SourceInfo, TensorSpec
+from specrun.models_cache.manifest import FeaturesSpec, GraphSpec, KVSpec, Manifest, Sizes, SourceInfo, TensorSpec
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.models_cache.sources import FetchedSource, fetch_source
 from specrun.models_cache.store import bundle_or_build
@@ -100,11 +100,12 @@ def write_bundle(
             f"The tokenizer has {tokenizer.tokens} tokens and the model only {config.vocabulary}: "
             "they do not belong together."
         )
+    taps = feature_taps(config.layers)
     with WeightFile(folder / DATA_FILE) as file:
         stored = store_weights(weights, file, precision, block, progress)
         graphs = {}
         for graph_name, (graph_file, ragged, requires) in VARIANTS.items():
-            model = build_target(config, stored, file, ragged=ragged)
+            model = build_target(config, stored, file, ragged=ragged, taps=taps)
             ir.save(model, folder / graph_file)
             inputs, outputs = _specs(model.graph.inputs), _specs(model.graph.outputs)
             max_batch = None if ragged else 1
@@ -121,7 +122,8 @@ def write_bundle(
         special_ids=tokenizer.special_ids,
         graphs=graphs,
         precision={"requested": _requested(precision, block), **stored.type_names()},
-        kv=KVSpec("float32", config.context + SPARE_POSITIONS),
+        kv=KVSpec("float32", config.context + SPARE_POSITIONS, _narrowest_window(config)),
+        features=FeaturesSpec(taps),
         source=SourceInfo(fetched.name, fetched.kind, fetched.files, fetched.licence or config.licence),
         fidelity=fidelity,
         widths_validated=widths,
@@ -141,6 +143,11 @@ def _fidelity_ids(tokenizer: TokenizerFiles) -> list[int]:
 
     ids: list[int] = Tokenizer.from_str(tokenizer.tokenizer_json).encode(TEXT, add_special_tokens=False).ids
     return ids
+
+
+def _narrowest_window(config: ModelConfig) -> int | None:
+    windows = [layer.sliding_window for layer in config.layer_configs if layer.sliding_window is not None]
+    return min(windows, default=None)
 
 
 def _sizes(config: ModelConfig, tokenizer: TokenizerFiles) -> Sizes:

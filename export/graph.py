@@ -13,7 +13,14 @@ from specrun.export.weight_file import Stored, WeightFile
 from specrun.export.weight_store import StoredLayer, StoredWeights
 
 
-def build_target(config: ModelConfig, stored: StoredWeights, file: WeightFile, *, ragged: bool) -> ir.Model:
+def feature_taps(layers: int) -> tuple[int, ...]:
+    """The residual streams that heads read: those entering layers 2, n / 2 and n - 3 (EAGLE-3), and the last one, n."""
+    return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0), layers}))
+
+
+def build_target(
+    config: ModelConfig, stored: StoredWeights, file: WeightFile, *, ragged: bool, taps: tuple[int, ...] = ()
+) -> ir.Model:
     """The graph of a target or of a draft model.
 
     Inputs, for `positions` new tokens of each row behind what its KV buffers hold:
@@ -29,7 +36,8 @@ def build_target(config: ModelConfig, stored: StoredWeights, file: WeightFile, *
     logit_rows                i64 [batch, rows]: the positions whose logits are wanted
     past_key.i, past_value.i  f32 [batch, kv_heads, capacity, head_dim], bound to the same buffers as the outputs
 
-    Outputs: logits f32 [batch, rows, vocabulary], present_key.i, present_value.i.
+    Outputs: logits f32 [batch, rows, vocabulary]; with `taps` features f32 [batch, positions, taps * hidden], the
+    residual streams entering those layers (n: leaving the last), before any norm; present_key.i, present_value.i.
 
     The window of a sliding layer counts slots of the cache, not `position_ids`: of a token tree longer than that
     window with its past, only the part laid out as a chain from the past on is right there.
@@ -64,7 +72,9 @@ def build_target(config: ModelConfig, stored: StoredWeights, file: WeightFile, *
     residual = b.embed(inputs["input_ids"], stored.embedding)
     hidden = b.norm(residual, b.weight(stored.layers[0].input_norm), config.norm_epsilon)
     presents: list[ir.Value] = []
+    tapped: dict[int, ir.Value] = {}
     for index, layer in enumerate(stored.layers):
+        tapped[index] = residual
         b.scope(f"layers.{index}")
         attention, key, value = _attention(b, config, index, layer, stored, hidden, inputs, positions, ragged)
         for present, name in ((key, "present_key"), (value, "present_value")):
@@ -82,7 +92,14 @@ def build_target(config: ModelConfig, stored: StoredWeights, file: WeightFile, *
     logits = b.linear(b.op("GatherND", [hidden, rows], batch_dims=1), stored.head)
     logits.name = "logits"
     logits.type, logits.shape = ir.TensorType(f32), ir.Shape(["batch", "rows", config.vocabulary])
-    return b.finish([*inputs.values()], [logits, *presents], "target")
+    outputs = [logits]
+    if taps:
+        tapped[config.layers] = residual
+        features = b.op("Concat", [tapped[tap] for tap in taps], axis=-1)
+        features.name = "features"
+        features.type, features.shape = ir.TensorType(f32), ir.Shape(["batch", "positions", len(taps) * config.hidden])
+        outputs.append(features)
+    return b.finish([*inputs.values()], [*outputs, *presents], "target")
 
 
 def _attention(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import os
 import unicodedata
 from dataclasses import dataclass
@@ -40,6 +41,13 @@ class Bundle:
         """Size of the data files of its graphs, each once."""
         names = {name for graph in self.manifest.graphs.values() for name in graph.data}
         return sum(self.manifest.files[name].size for name in names)
+
+    @property
+    def target_digest(self) -> str:
+        """What the graphs compute, as a sha256 (hex): that of the names and digests of the graphs and their data."""
+        names = {name for graph in self.manifest.graphs.values() for name in (graph.file, *graph.data)}
+        lines = [f"{name} {self.manifest.files[name].sha256}" for name in sorted(names)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

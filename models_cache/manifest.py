@@ -13,7 +13,7 @@ from typing import Any
 from specrun.models_cache.errors import ManifestError
 from specrun.models_cache.strictjson import StrictJsonError, decode, parse_object
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_FILE_BYTES = 1 << 42
@@ -69,10 +69,21 @@ class SpecialIds:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """KV buffers: [batch, kv_heads, capacity, head_dim] of `dtype`. `positions` = rows of the rotary tables."""
+    """KV buffers: [batch, kv_heads, capacity, head_dim] of `dtype`. `positions` = rows of the rotary tables.
+
+    window: the narrowest sliding window of a layer, None where every layer sees everything.
+    """
 
     dtype: str
     positions: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesSpec:
+    """The output `features`: for each tap, ascending, the residual stream entering that layer (n: leaving the last)."""
+
+    taps: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +127,8 @@ class Manifest:
     kv: KVSpec
     source: SourceInfo
     fidelity: Fidelity | None
+    features: FeaturesSpec | None = None  # None: the graphs have no such output
     widths_validated: tuple[int, ...] = ()
-    speculators: dict[str, str] = field(default_factory=dict)  # name -> folder inside the bundle
     files: dict[str, FileInfo] = field(default_factory=dict)  # path inside the bundle -> size and digest
     schema_version: int = SCHEMA_VERSION
 
@@ -224,7 +235,7 @@ def check_links(folder: Path, manifest: Manifest) -> None:
 
     Raises ManifestError.
     """
-    for name in [*manifest.files, *manifest.speculators.values()]:
+    for name in manifest.files:
         if leaves_bundle(folder, name):
             raise ManifestError(f"{folder}: {name} is a link that leaves the bundle; copy the file itself there")
 
@@ -244,8 +255,6 @@ def check_manifest(manifest: Manifest) -> None:
             raise ManifestError(f"files lists {MANIFEST_NAME} itself; export the model again")
         _check_range(f"size of {name}", info.size, 1, MAX_FILE_BYTES)
         _check_digest(name, info.sha256)
-    for label, folder in manifest.speculators.items():
-        check_name_inside(folder, f"speculator {label!r}")
     for label, graph in manifest.graphs.items():
         for name in (graph.file, *graph.data):
             check_name_inside(name, f"graph {label!r}")
@@ -263,6 +272,14 @@ def _check_numbers(manifest: Manifest) -> None:
         _check_range(f"sizes.{entry.name}", getattr(manifest.sizes, entry.name), 1, MAX_SIZE)
     _check_range("sizes.tokens", manifest.sizes.tokens, 1, manifest.sizes.vocabulary)
     _check_range("kv.positions", manifest.kv.positions, manifest.sizes.context, MAX_SIZE)
+    if manifest.kv.window is not None:
+        _check_range("kv.window", manifest.kv.window, 1, MAX_SIZE)
+    if manifest.features is not None:
+        taps = manifest.features.taps
+        if not taps or list(taps) != sorted(set(taps)):
+            raise ManifestError("features.taps must be ascending layers, each once; export the model again")
+        for tap in taps:
+            _check_range("features.taps", tap, 0, manifest.sizes.layers)
     ids = manifest.special_ids
     for number in (ids.bos, ids.pad, *ids.eos):
         if number is not None:

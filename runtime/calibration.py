@@ -187,7 +187,7 @@ def _tokens(count: int, vocabulary: int) -> list[int]:
 
 
 def _path(bundle: Bundle, threads: int) -> Path:
-    key = [VERSION, bundle.digest, onnxruntime().__version__, _processor(), threads]
+    key = [VERSION, bundle.target_digest, onnxruntime().__version__, _processor(), threads]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cache_root() / "calibration" / f"{digest[:32]}.json"
 

@@ -78,7 +78,6 @@ def test_list(bundle: Bundle, home: Path) -> None:
         "family": "llama",
         "precision": "int8",
         "bytes": 5000,
-        "speculators": [],
         "source": "org/tiny",
         "licence": "mit",
         "digest": bundle.digest,

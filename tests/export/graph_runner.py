@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from specrun.export.graph import build_target
+from specrun.export.graph import build_target, feature_taps
 from specrun.export.weight_file import WeightFile
 from specrun.export.weight_store import SPARE_POSITIONS, store_weights
 from specrun.export.weights import Weights
@@ -24,7 +24,8 @@ def write_graphs(weights: Weights, folder: Path, precision: str = "fp32", block:
     with WeightFile(folder / "target.onnx.data") as file:
         stored = store_weights(weights, file, precision, block)
         for name, ragged in GRAPHS.items():
-            ir.save(build_target(weights.config, stored, file, ragged=ragged), folder / f"{name}.onnx")
+            taps = feature_taps(weights.config.layers)
+            ir.save(build_target(weights.config, stored, file, ragged=ragged, taps=taps), folder / f"{name}.onnx")
     return folder
 
 
@@ -36,7 +37,10 @@ def open_session(path: Path) -> ort.InferenceSession:
 
 
 class GraphRunner:
-    """A session with KV buffers of `capacity` positions a row; `lengths` says how many are true and may be lowered."""
+    """A session with KV buffers of `capacity` positions a row; `lengths` says how many are true and may be lowered.
+
+    `features` [batch, positions, taps * hidden] are those of the last run.
+    """
 
     def __init__(self, path: Path, weights: Weights, batch: int = 1, capacity: int = 128) -> None:
         self.config = config = weights.config
@@ -107,6 +111,9 @@ class GraphRunner:
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         logits = np.empty((*inputs["logit_rows"].shape, self.config.vocabulary), np.float32)
         binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
+        width = len(feature_taps(self.config.layers)) * self.config.hidden
+        self.features = np.empty((*inputs["input_ids"].shape, width), np.float32)
+        binding.bind_ortvalue_output("features", ort.OrtValue.ortvalue_from_numpy(self.features))
         for name, array in self.caches.items():
             value = ort.OrtValue.ortvalue_from_numpy(array)
             binding.bind_ortvalue_input(f"past_{name}", value)

@@ -26,6 +26,7 @@ from specrun.models_cache.errors import (
     UsageError,
 )
 from specrun.models_cache.layout import Bundle, find_bundle, load_bundle
+from specrun.models_cache.manifest import FeaturesSpec
 
 from .graph_runner import GraphRunner
 from .tiny_models import CONTEXT, VOCABULARY, gguf_from_folder, save_tiny, token_ids
@@ -157,7 +158,7 @@ def test_the_manifest(source: Callable[..., Path]) -> None:
     assert (sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate) == (64, 2, 1, 32, 96)
     assert (ids.bos, ids.eos, ids.pad, ids.add_bos) == (1, (2,), 0, False)
     assert (manifest.kv.dtype, manifest.kv.positions) == ("float32", CONTEXT + SPARE_POSITIONS)
-    assert manifest.speculators == {}
+    assert (manifest.kv.window, manifest.features) == (None, FeaturesSpec((0, 1, 2)))
     target, single = manifest.graphs["target"], manifest.graphs["target_batch1"]
     assert (target.file, target.requires, target.max_batch) == ("target.onnx", ("query_seqlens",), None)
     assert (single.file, single.requires, single.max_batch) == ("target_batch1.onnx", (), 1)

@@ -10,11 +10,12 @@ import numpy as np
 import onnx
 import pytest
 
+from specrun.export.graph import feature_taps
 from specrun.export.reference import reference_logits
 from specrun.export.weights import Weights, open_weights
 
 from .graph_runner import GRAPHS, GraphRunner, write_graphs
-from .tiny_models import VARIANTS, gguf_from_folder, token_ids, transformers_logits
+from .tiny_models import VARIANTS, gguf_from_folder, token_ids, transformers_logits, transformers_residuals
 
 TEXT = token_ids(32)  # longer than every window
 Graphs = Callable[[str], tuple[Path, Weights]]
@@ -61,6 +62,33 @@ def test_logits_equal_transformers(
         runner.lengths[0] = 0
         close(runner.chain(TEXT, widths), expected_logits(variant))
     close(reference_logits(weights, TEXT), expected_logits(variant))
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_features_are_the_residual_streams(
+    variant: str,
+    fp32_graphs: Graphs,
+    tiny_folder: Callable[[str], Path],
+    expected_logits: Callable[[str], np.ndarray],
+) -> None:
+    folder, weights = fp32_graphs(variant)
+    config = weights.config
+    residuals = transformers_residuals(tiny_folder(variant), TEXT)
+    runner = GraphRunner(folder / "target.onnx", weights)
+    runner.run([TEXT[:20]])
+    runner.run([TEXT[20:]])
+    *entering, last = np.split(runner.features[0], len(feature_taps(config.layers)), axis=-1)
+    for tap, found in zip(feature_taps(config.layers), entering, strict=False):
+        close(found, residuals[tap][20:])
+    normed = last / np.sqrt(np.mean(np.square(last), axis=-1, keepdims=True) + config.norm_epsilon)
+    head = weights.tensor("model.embed_tokens.weight" if config.tied_head else "lm_head.weight")
+    close(normed * weights.tensor("model.norm.weight") @ head.T, expected_logits(variant)[20:])
+
+
+def test_taps_of_small_and_large_models() -> None:
+    assert [feature_taps(layers) for layers in (1, 2, 3, 5, 30)] == [
+        (0, 1), (0, 1, 2), (0, 1, 2, 3), (2, 5), (2, 15, 27, 30),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2-window", "smollm3"])
@@ -189,7 +217,8 @@ def test_structure(variant: str, graph: str, fp32_graphs: Graphs) -> None:
     names = [value.name for value in model.graph.input]
     caches = [f"past_{part}.{i}" for i in range(weights.config.layers) for part in ("key", "value")]
     assert names[8:] == caches
-    assert [value.name for value in model.graph.output] == ["logits", *(n.replace("past", "present") for n in caches)]
+    presents = [name.replace("past", "present") for name in caches]
+    assert [value.name for value in model.graph.output] == ["logits", "features", *presents]
     assert len({node.name for node in model.graph.node}) == len(model.graph.node)
     attention = [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
     assert len(attention) == weights.config.layers

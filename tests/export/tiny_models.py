@@ -91,13 +91,22 @@ def save_tiny(
 
 def transformers_logits(folder: Path, token_ids: Sequence[int]) -> np.ndarray:
     """Logits float32 [tokens, vocabulary] of a saved model, computed by transformers in float32."""
+    return _transformers_output(folder, token_ids).logits[0].float().numpy()
+
+
+def transformers_residuals(folder: Path, token_ids: Sequence[int]) -> list[np.ndarray]:
+    """The residual streams float32 [tokens, hidden] that enter each layer of a saved model."""
+    return [layer[0].float().numpy() for layer in _transformers_output(folder, token_ids).hidden_states[:-1]]
+
+
+def _transformers_output(folder: Path, token_ids: Sequence[int]) -> Any:
     torch, transformers = _torch()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        return model(torch.tensor([list(token_ids)])).logits[0].float().numpy()
+        return model(torch.tensor([list(token_ids)]), output_hidden_states=True)
 
 
 def token_ids(count: int = 24, vocabulary: int = VOCABULARY) -> list[int]:

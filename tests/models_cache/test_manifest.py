@@ -13,6 +13,7 @@ from specrun.models_cache.errors import ManifestError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import (
     MANIFEST_NAME,
+    FeaturesSpec,
     Fidelity,
     FileInfo,
     Manifest,
@@ -28,7 +29,7 @@ def complete(manifest: Manifest) -> Manifest:
         files=files,
         fidelity=Fidelity(0.5, 1.0, 0.25, 10),
         widths_validated=(1, 2, 3),
-        speculators={"medusa": "speculators/medusa"},
+        features=FeaturesSpec((0, 1)),
     )
 
 
@@ -66,7 +67,7 @@ def change(path: str, new: Any) -> Callable[[dict[str, Any]], None]:
         ("graphs/target/extra", 1, "unknown key 'graphs.target.extra'"),
         ("family", KeyError, "'family' is missing"),
         ("sizes/heads", KeyError, "'sizes.heads' is missing"),
-        ("schema_version", 2, "schema version 2 and this specrun reads 1; update specrun"),
+        ("schema_version", 3, "schema version 3 and this specrun reads 2; update specrun"),
         ("schema_version", 0, "schema version 0"),
         ("schema_version", True, "schema version true"),
         ("schema_version", "1", 'schema version "1"'),
@@ -88,6 +89,10 @@ def change(path: str, new: Any) -> Callable[[dict[str, Any]], None]:
         ("graphs", [], "graphs must be an object"),
         ("fidelity/mean_kl", "0", "fidelity.mean_kl must be a number"),
         ("kv/positions", -1, "kv.positions is -1"),
+        ("kv/window", 0, "kv.window is 0"),
+        ("features/taps", [], "features.taps must be ascending"),
+        ("features/taps", [1, 1], "features.taps must be ascending"),
+        ("features/taps", [0, 2], "features.taps is 2"),
         ("files/target.onnx/size", 0, "size of target.onnx is 0"),
         ("files/target.onnx/size", 1 << 60, "size of target.onnx is"),
         ("files/target.onnx/sha256", "A" * 64, "sha256 of target.onnx"),
@@ -115,7 +120,6 @@ def test_names_stay_inside(manifest: Manifest, name: str) -> None:
     value = json.loads(manifest_to_json(complete(manifest)))
     for path, new in [
         ("files", value["files"] | {name: info}),
-        ("speculators/medusa", name),
         ("graphs/target/file", name),
         ("graphs/target/data", [name]),
     ]:
