@@ -179,6 +179,7 @@ def test_the_manifest(source: Callable[..., Path]) -> None:
     }
     assert [(spec.name, spec.dtype, spec.shape) for spec in target.outputs] == [
         ("logits", "float32", ("batch", "rows", VOCABULARY)),
+        ("features", "float32", ("batch", "positions", 3 * 64)),
         *((f"present_{part}.{layer}", *cache) for layer in (0, 1) for part in ("key", "value")),
     ]
     files = {path.name for path in bundle.path.iterdir()} - {"manifest.json"}
