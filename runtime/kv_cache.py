@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ class KVCache:
     """Keys and values of every layer, f32 [batch, kv_heads, capacity, head_dim], appended to in place by the graph.
 
     `lengths[row]` is how many positions of a row are true. What lies behind is junk that the next run overwrites, so
-    a rollback is only a smaller length.
+    a rollback is only a smaller length. A run of a token tree appends its nodes; `keep_path` leaves one path of them.
     """
 
     def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity: int, limit: int, batch: int = 1) -> None:
@@ -66,6 +68,23 @@ class KVCache:
         if not 0 <= length <= self.lengths[row]:
             raise ValueError(f"cannot rewind row {row} to {length}: it holds {self.lengths[row]} positions")
         self.lengths[row] = length
+
+    def keep_path(self, row: int, start: int, nodes: Sequence[int]) -> None:
+        """Of the nodes of a tree that lie behind `start` positions, keep `nodes`, ascending, as positions start, ...
+
+        ValueError if they are not ascending, or not in the cache. Keys carry their rotation with them, so a node must
+        have run at the position where it now lies.
+        """
+        kept = list(nodes)
+        ascending = all(a < b for a, b in itertools.pairwise([-1, *kept]))
+        if start < 0 or not ascending or start + (kept[-1] + 1 if kept else 0) > self.lengths[row]:
+            raise ValueError(f"cannot keep nodes {kept} behind {start} of {self.lengths[row]} positions")
+        moved = next((place for place, node in enumerate(kept) if node != place), len(kept))
+        if moved < len(kept):
+            source = [start + node for node in kept[moved:]]
+            for array in self._arrays:
+                array[row][:, start + moved : start + len(kept)] = array[row][:, source]
+        self.lengths[row] = start + len(kept)
 
     def close(self) -> None:
         """Free the buffers."""

@@ -99,7 +99,7 @@ def speculate(
         # rewind
         target.rewind_to(len(committed) - 1)
         if proposer is not None:
-            proposer.observe(evaluated=evaluated, accepted=num_accepted)
+            proposer.observe(evaluated=evaluated, accepted=num_accepted, path=tuple(range(num_accepted)))
             proposer.rewind_to(length + num_accepted)
         yield [
             Token(token, source, *chooser.logprobs(logits[row], token))

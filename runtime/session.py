@@ -20,8 +20,10 @@ from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import GraphSpec
 from specrun.runtime.backend import build_features, create_session, first_line, onnxruntime
 from specrun.runtime.kv_cache import KVCache
+from specrun.runtime.proposal import MAX_NODES
 
 PREFILL_CHUNK = 256
+SPARE = 8  # positions that a run may need beyond its tokens: the dummy row, and those that fill a width
 WIDEST_BARE = 16  # the widest run without a dummy row; calibration probes them all
 MAX_FRAMES = 48
 
@@ -63,6 +65,8 @@ class ModelSession:
         self._onnx_session = onnx_session
         self._output_names = check_graph(bundle, onnx_session)
         self._qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+        spec = bundle.manifest.features
+        self._feature_width = 0 if spec is None else len(spec.taps) * sizes.hidden
         self.cache = KVCache(
             layers=sizes.layers,
             kv_heads=sizes.kv_heads,
@@ -73,6 +77,8 @@ class ModelSession:
         )
         self._frames: OrderedDict[tuple[int, int, int], _Frame] = OrderedDict()
         self._bias = np.zeros(0, np.float32)
+        self._last: tuple[_Frame, int] | None = None
+        self._planted: NDArray[np.float32] | None = None  # the part of the bias that is not 0: a tree of the last run
         self.onnx_seconds = 0.0
 
     @property
@@ -80,9 +86,32 @@ class ModelSession:
         """Committed positions of row 0."""
         return self.cache.lengths[0]
 
+    @property
+    def features(self) -> NDArray[np.float32]:
+        """Features f32 [n, taps x hidden] of the n tokens that row 0 took in the last run; n x 0 without such an output.
+
+        A view that the next run at this width overwrites.
+        """
+        if self._last is None:
+            return np.empty((0, self._feature_width), np.float32)
+        frame, count = self._last
+        return frame.features[0, :count]
+
+    def tree_room(self, length: int) -> int:
+        """The most nodes that a token tree may have behind `length` tokens; 0: only its main branch can be run.
+
+        A sliding window counts slots of the cache, and of the branches of a tree only one has its tokens in a row.
+        """
+        kv = self.bundle.manifest.kv
+        return 0 if kv.window is not None else min(MAX_NODES, kv.positions - length - SPARE)
+
     def rewind_to(self, length: int) -> None:
         """Keep the first `length` positions of row 0."""
         self.cache.rewind_to(length)
+
+    def keep_path(self, start: int, nodes: Sequence[int]) -> None:
+        """Of the nodes that the last run put behind `start` positions of row 0, keep these, ascending, and no more."""
+        self.cache.keep_path(0, start, nodes)
 
     def reserve(self, length: int) -> None:
         """Make room for `length` positions a row, as far as the model has them."""
@@ -92,6 +121,7 @@ class ModelSession:
     def close(self) -> None:
         """Free the session and its buffers."""
         self._frames.clear()
+        self._last = self._planted = None
         self.cache.close()
         self._onnx_session = None
 
@@ -104,23 +134,39 @@ class ModelSession:
         for start in range(0, len(tokens), PREFILL_CHUNK):
             yield self.run(tokens[start : start + PREFILL_CHUNK], rows=1)
 
-    def run(self, tokens: Sequence[int], *, rows: int) -> NDArray[np.float32]:
+    def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> NDArray[np.float32]:
         """Append `tokens` to row 0; logits f32 [rows, vocabulary] of its last `rows` positions.
 
-        The result is a view that the next run at this width overwrites.
+        parents: the last len(parents) tokens are the nodes of a tree (`Proposal.parents`) whose root is the token
+        before them. Each sees only its ancestors, at the position that its depth gives it. Their keys lie in the order
+        of the nodes, so only the main branch has the bits of a chain; `keep_path` makes one of any path.
+
+        Of more tokens than a chunk and a tree hold the first ones run by themselves. The result is a view that the next
+        run at this width overwrites.
         """
-        logits: NDArray[np.float32] = self.run_batch([tokens], rows=rows)[0]
+        while len(tokens) > PREFILL_CHUNK + MAX_NODES:
+            self.run_batch([tokens[:PREFILL_CHUNK]], rows=1)
+            tokens = tokens[PREFILL_CHUNK:]
+        logits: NDArray[np.float32] = self.run_batch([tokens], rows=rows, parents=parents)[0]
         return logits
 
-    def run_batch(self, tokens: Sequence[Sequence[int]], *, rows: int) -> NDArray[np.float32]:
+    def run_batch(
+        self, tokens: Sequence[Sequence[int]], *, rows: int, parents: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
         """Append `tokens[row]` to each row, none to an idle one; logits f32 [batch, rows, vocabulary] of the last ones.
 
         Rows may have different numbers of tokens where the build has `query_seqlens`; a row with n < `rows` tokens
-        has its logits in the last n entries.
+        has its logits in the last n entries. parents: as in `run`, for a batch of one row.
         """
         frame = self._frame(max(map(len, tokens)), rows)
         lengths = self.cache.lengths
         frame.fill(tokens, lengths, rows)
+        if self._planted is not None:  # the frames share the bias
+            self._planted[:] = 0.0
+            self._planted = None
+        if parents is not None:
+            self._planted = frame.block(len(tokens[0]), len(parents), lengths[0])
+            frame.plant(parents, self._planted, len(tokens[0]), lengths[0])
         start = time.perf_counter()
         try:
             self._onnx_session.run_with_iobinding(frame.binding)
@@ -128,6 +174,7 @@ class ModelSession:
             name = self.bundle.manifest.name
             raise BackendError(f"ONNX Runtime failed while running {name}: {first_line(error)}") from error
         self.onnx_seconds += time.perf_counter() - start
+        self._last = frame, len(tokens[0])
         for row, new in enumerate(tokens):
             lengths[row] += len(new)
         return frame.logits[:, :rows]
@@ -171,7 +218,8 @@ class ModelSession:
         if self._bias.size < wanted:
             self._bias = np.zeros(wanted, np.float32)
         bias = self._bias[:wanted].reshape(1, 1, positions + pad, capacity)
-        frame = _Frame(self.cache.batch, positions, pad, rows, bias, self._qkv_width, self.sizes.vocabulary)
+        widths = (self._qkv_width, self.sizes.vocabulary, self._feature_width)
+        frame = _Frame(self.cache.batch, positions, pad, rows, bias, widths)
         frame.bind(self._onnx_session, self.cache.values, self._output_names)
         return frame
 
@@ -186,9 +234,9 @@ class _Frame:
         pad: int,
         rows: int,
         bias: NDArray[np.float32],
-        qkv_width: int,
-        vocabulary: int,
+        widths: tuple[int, int, int],
     ) -> None:
+        qkv_width, vocabulary, feature_width = widths
         self.positions, self.pad = positions, pad
         self.input_ids = np.zeros((batch, positions), np.int64)
         self.query_lengths = np.zeros(batch, np.int32)
@@ -196,6 +244,8 @@ class _Frame:
         self.position_ids = np.zeros((batch, positions + pad), np.int64)
         self.logit_rows = np.zeros((batch, rows), np.int64)
         self.logits = np.empty((batch, rows, vocabulary), np.float32)
+        self.features = np.empty((batch, positions, feature_width), np.float32)
+        self._bias = bias
         self._steps = np.arange(positions + pad, dtype=np.int64)
         self._rows = np.arange(rows, dtype=np.int64)
         self._inputs: dict[str, NDArray[Any]] = {
@@ -216,9 +266,12 @@ class _Frame:
         self._values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._inputs.items()}
         for name, value in self._values.items():
             self.binding.bind_ortvalue_input(name, value)
-        self._logits_value = ort.OrtValue.ortvalue_from_numpy(self.logits)
-        self.binding.bind_ortvalue_output(output_names[0], self._logits_value)
-        for name, value in zip(output_names[1:], kv_values, strict=True):
+        for name, array in (("logits", self.logits), ("features", self.features)):
+            if name in output_names:
+                self._values[name] = ort.OrtValue.ortvalue_from_numpy(array)
+                self.binding.bind_ortvalue_output(name, self._values[name])
+        presents = [name for name in output_names if name.startswith("present_")]
+        for name, value in zip(presents, kv_values, strict=True):
             self.binding.bind_ortvalue_input(name.replace("present", "past"), value)
             self.binding.bind_ortvalue_output(name, value)
 
@@ -239,6 +292,22 @@ class _Frame:
             self.totals[row] = max(past + counted - 1, 0)  # an idle, empty row must still name a position
             np.add(self._steps, past, out=self.position_ids[row])
             np.clip(self._rows + (count - rows), 0, max(count - 1, 0), out=self.logit_rows[row])
+
+    def block(self, count: int, nodes: int, past: int) -> NDArray[np.float32]:
+        """The bias between the last `nodes` of `count` tokens behind `past` positions."""
+        return self._bias[0, 0, count - nodes : count, past + count - nodes : past + count]
+
+    def plant(self, parents: Sequence[int], block: NDArray[np.float32], count: int, past: int) -> None:
+        """Make a tree of the last tokens: each sees its ancestors and itself, and stands where its depth says."""
+        first = count - len(parents)
+        block[:] = -np.inf
+        depths: list[int] = []
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                block[node] = block[parent]
+            block[node, node] = 0.0
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        self.position_ids[0, first:count] = np.array(depths) + (past + first)
 
 
 def choose_graph(bundle: Bundle) -> GraphSpec:
@@ -263,7 +332,10 @@ def check_graph(bundle: Bundle, onnx_session: Any) -> list[str]:
         "pad_rows": (None, None, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim),
         **{f"past_{part}": cache for part in parts},
     }
-    outputs = {"logits": (None, None, sizes.vocabulary), **{f"present_{part}": cache for part in parts}}
+    outputs: dict[str, tuple[int | None, ...]] = {"logits": (None, None, sizes.vocabulary)}
+    if bundle.manifest.features is not None:
+        outputs["features"] = (None, None, len(bundle.manifest.features.taps) * sizes.hidden)
+    outputs |= {f"present_{part}": cache for part in parts}
     for wanted, found in ((inputs, onnx_session.get_inputs()), (outputs, onnx_session.get_outputs())):
         shapes = {value.name: value.shape for value in found}
         extra = [name for name in shapes if name.startswith(("past_", "present_")) and name not in wanted]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.proposal import EMPTY, Proposal
@@ -21,6 +24,7 @@ class DraftProposer:
     """
 
     name = "draft"
+    needs_features = False
 
     def __init__(
         self,
@@ -45,20 +49,22 @@ class DraftProposer:
             shared += 1
         self._session.rewind_to(shared)
 
-    def propose(self, committed: Sequence[int], limit: int) -> Proposal:
+    def take_features(self, position: int, features: NDArray[np.float32]) -> None:
+        """Not needed."""
+
+    def propose(self, context: Sequence[int], limit: int) -> Proposal:
         """At most `limit` draft tokens, drawn under the request's own sampling options."""
         session = self._session
-        # The last token must be run even if nothing new was committed since.
-        room = session.sizes.context - len(committed)
+        room = session.sizes.context - len(context)
         count = self._planner.choose((self._estimate.chance(_cell(place)) for place in range(limit)), min(limit, room))
         if count <= 0:
             self._estimate.fade(0)
             return EMPTY
         tokens: list[int] = []
         distributions: list[Distribution] = []
-        logits = session.prefill(committed[session.length :])
+        logits = session.prefill(context[session.length :])
         while True:
-            token, q = self._chooser.draft(logits[0], tokens, len(committed))
+            token, q = self._chooser.draft(logits[0], tokens, len(context))
             tokens.append(token)
             if q is not None:
                 distributions.append(q)
@@ -69,13 +75,13 @@ class DraftProposer:
             return Proposal(tuple(tokens), "sampled", tuple(distributions))
         return Proposal(tuple(tokens), "deterministic")
 
-    def observe(self, *, evaluated: int, accepted: int) -> None:
+    def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
         """Learn how the last proposal fared."""
         for place in range(evaluated):
             self._estimate.observe(_cell(place), place < accepted)
 
     def rewind_to(self, length: int) -> None:
-        """Keep the first `length` committed tokens; the draft has not run its own last token."""
+        """Keep the first `length` tokens; the draft has not run its own last one."""
         if length < self._session.length:
             self._session.rewind_to(length)
 

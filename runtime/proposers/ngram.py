@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.ngram_table import Agreement, Match, NgramTable
 from specrun.runtime.proposal import EMPTY, Proposal
@@ -31,6 +34,7 @@ class NgramProposer:
     """Copies from the texts of `table`, the current one first; as many tokens as `planner` finds worth it."""
 
     name = "ngram"
+    needs_features = False
 
     def __init__(self, table: NgramTable, planner: DraftLengthPlanner, estimate: AcceptanceEstimate[Cell]) -> None:
         self._table = table
@@ -43,9 +47,12 @@ class NgramProposer:
         self._table.rewind_to(0)
         self._table.extend(prompt_tokens)
 
-    def propose(self, committed: Sequence[int], limit: int) -> Proposal:
+    def take_features(self, position: int, features: NDArray[np.float32]) -> None:
+        """Not needed."""
+
+    def propose(self, context: Sequence[int], limit: int) -> Proposal:
         """At most `limit` tokens after the longest match; EMPTY without one, or where it would not pay."""
-        self._table.extend(committed[len(self._table) :])
+        self._table.extend(context[len(self._table) :])
         match = self._table.lookup(limit)
         if match is None or not match.tokens:
             return EMPTY
@@ -57,13 +64,13 @@ class NgramProposer:
         self._cells = cells
         return Proposal(match.tokens[:count], "deterministic")
 
-    def observe(self, *, evaluated: int, accepted: int) -> None:
+    def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
         """Learn how the last proposal fared."""
         for index in range(evaluated):
             self._estimate.observe(self._cells[index], index < accepted)
 
     def rewind_to(self, length: int) -> None:
-        """Forget what lies beyond `length` committed tokens."""
+        """Forget what lies beyond `length` tokens."""
         if length < len(self._table):
             self._table.rewind_to(length)
 

@@ -38,7 +38,7 @@ class Scripted:
         self.calls.append(("propose", len(proposal)))
         return proposal
 
-    def observe(self, *, evaluated: int, accepted: int) -> None:
+    def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
         self.calls.append(("observe", (evaluated, accepted)))
 
     def rewind_to(self, length: int) -> None:
