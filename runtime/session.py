@@ -97,6 +97,13 @@ class ModelSession:
         frame, count = self._last
         return frame.features[0, :count]
 
+    @property
+    def batch_features(self) -> NDArray[np.float32]:
+        """Features f32 [batch, positions, taps x hidden] of the last run, padding included; a view like `features`."""
+        if self._last is None:
+            return np.empty((self.cache.batch, 0, self._feature_width), np.float32)
+        return self._last[0].features
+
     def tree_room(self, length: int) -> int:
         """The most nodes that a token tree may have behind `length` tokens; 0: only its main branch can be run.
 
