@@ -1,0 +1,1 @@
+"""Training of speculators: text that the target writes itself, features from its graph, heads in torch."""
