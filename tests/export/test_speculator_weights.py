@@ -22,6 +22,7 @@ from specrun.export.speculator_weights import (
     write_speculator,
 )
 from specrun.models_cache.errors import IntegrityError, ModelNotFoundError
+
 from .tiny_speculators import LAYOUTS, tiny_speculator
 
 

@@ -1,0 +1,120 @@
+"""Embedding, final norm and head of a bundle's target, read out of its own graph and data file.
+
+A speculator gets its own copy of what it shares with the target, so it is made of the bundle alone: the weights that
+the bundle was exported from may be gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from specrun.export.quantize import BlockMatrix, FloatMatrix, Matrix, quantize_matrix
+from specrun.models_cache.errors import IntegrityError
+from specrun.models_cache.layout import Bundle
+
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TargetEnds:
+    """What a speculator shares with its target; a tied head is the embedding itself.
+
+    `final_norm` f32 [hidden] with its epsilon stands between the last residual stream and the head.
+    """
+
+    embedding: Matrix
+    head: Matrix
+    final_norm: NDArray[np.float32]
+    norm_epsilon: float
+
+
+def read_target_ends(bundle: Bundle) -> TargetEnds:
+    """Read the ends of a bundle's target; large tensors stay in the file until they are used.
+
+    Raises IntegrityError where the graph is not one that specrun exported.
+    """
+    spec = min(bundle.manifest.graphs.values(), key=lambda graph: graph.file)
+    try:
+        graph = ir.load(bundle.path / spec.file).graph
+        found = _Initializers(graph, spec.data)
+        hidden = bundle.manifest.sizes.hidden
+        embedding = found.matrix(_EMBEDDING, hidden)
+        head = found.matrix(_HEAD, hidden) if any(name.startswith(_HEAD) for name in found.values) else embedding
+        norm = np.array(found.array(_NORM), np.float32)
+        epsilon = next(
+            node.attributes["epsilon"].as_float()
+            for node in graph
+            if any(value is not None and value.name == _NORM for value in node.inputs)
+        )
+    except (KeyError, ValueError, StopIteration, OSError) as error:
+        raise IntegrityError(
+            f"{bundle.path / spec.file} is no target graph that specrun exported ({type(error).__name__}: {error}); "
+            "export the model again."
+        ) from error
+    vocabulary = bundle.manifest.sizes.vocabulary
+    if norm.shape != (hidden,) or embedding.rows != vocabulary or head.rows != vocabulary:
+        raise IntegrityError(f"{bundle.path / spec.file} does not have the sizes of its manifest; export it again.")
+    return TargetEnds(embedding, head, norm, float(epsilon))
+
+
+class _Initializers:
+    """The initializers of a graph by name; their data must lie in the files that the manifest names."""
+
+    def __init__(self, graph: ir.Graph, data: tuple[str, ...]) -> None:
+        self.values = graph.initializers
+        self._data = data
+
+    def array(self, name: str) -> NDArray[Any]:
+        tensor = self.values[name].const_value
+        if tensor is None or (isinstance(tensor, ir.ExternalTensor) and str(tensor.location) not in self._data):
+            raise ValueError(f"{name} has no data in the bundle")
+        return tensor.numpy()
+
+    def matrix(self, name: str, columns: int) -> Matrix:
+        if f"{name}.weight" in self.values:
+            return FloatMatrix(self.array(f"{name}.weight"))
+        # An embedding has the codes as flat rows, a head in blocks; a tied pair both, of the same bytes.
+        packed = self.array(f"{name}.packed" if f"{name}.packed" in self.values else f"{name}.packed.flat")
+        scales = self.array(f"{name}.scales")
+        rows, blocks = scales.shape
+        block = columns // blocks
+        bits = packed.size * 8 // (rows * columns)
+        offsets = self.array(f"{name}.offsets").T if f"{name}.offsets" in self.values else None
+        return BlockMatrix(f"int{bits}", bits, block, packed.reshape(rows, blocks, block * bits // 8), scales, offsets)
+
+
+def rows_8bit(matrix: Matrix, ids: NDArray[np.integer[Any]] | None = None) -> Matrix:
+    """The rows `ids` of a matrix (None: all) in 8-bit blocks: as they are where it has those, else rounded to them."""
+    keep = slice(None) if ids is None else ids
+    if isinstance(matrix, BlockMatrix) and matrix.bits == 8 and matrix.offsets is None:
+        return BlockMatrix("int8", 8, matrix.block, matrix.packed[keep], matrix.scales[keep])
+    numbers = np.arange(matrix.rows) if ids is None else np.asarray(ids)
+    pieces = [
+        quantize_matrix(dequantize_matrix(matrix, numbers[start : start + _ROWS_AT_ONCE]), "int8", None)
+        for start in range(0, numbers.size, _ROWS_AT_ONCE)
+    ]
+    blocks = [piece for piece in pieces if isinstance(piece, BlockMatrix)]
+    if not blocks:  # rows that no block size divides
+        return FloatMatrix(np.concatenate([piece.weight for piece in pieces if isinstance(piece, FloatMatrix)]))
+    packed, scales = (np.concatenate([getattr(piece, part) for piece in blocks]) for part in ("packed", "scales"))
+    return BlockMatrix("int8", 8, blocks[0].block, packed, scales)
+
+
+def dequantize_matrix(matrix: Matrix, ids: NDArray[np.integer[Any]] | slice = slice(None)) -> NDArray[np.float32]:
+    """The rows `ids` of a matrix as f32."""
+    if isinstance(matrix, FloatMatrix):
+        return np.asarray(matrix.weight[ids], np.float32)
+    packed = matrix.packed[ids]
+    if matrix.bits == 4:
+        packed = np.stack([packed & 0x0F, packed >> np.uint8(4)], axis=-1).reshape(*packed.shape[:2], matrix.block)
+    codes = packed.astype(np.float32) - np.float32(1 << (matrix.bits - 1))
+    values = codes * matrix.scales[ids][:, :, None]
+    if matrix.offsets is not None:
+        values += matrix.offsets[ids][:, :, None]
+    return values.reshape(values.shape[0], matrix.columns)
