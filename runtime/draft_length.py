@@ -7,7 +7,9 @@ Leviathan et al. 2023, theorem 3.8, with a measured cost of each width instead o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 MAX_DRAFT_LENGTH = 16
@@ -40,6 +42,20 @@ class AcceptanceEstimate(Generic[Cell]):
         self._seen[cell] = (accepted * DECAY, tried * DECAY)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """`count` draft tokens, which make a round of `expected` tokens in `seconds`, on average."""
+
+    count: int
+    expected: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens a second."""
+        return self.expected / self.seconds
+
+
 class DraftLengthPlanner:
     """Plans K. cost(width): seconds of a target run; step_cost: seconds of a draft token; fixed: always this K."""
 
@@ -48,18 +64,35 @@ class DraftLengthPlanner:
         self._step_cost = step_cost
         self._fixed = fixed
 
+    @property
+    def fixed(self) -> int | None:
+        """The K that every round has, None where it is chosen."""
+        return self._fixed
+
     def choose(self, chances: Iterable[float], available: int) -> int:
         """The K in 0 .. available with the most expected tokens a second; chances[j]: that draft token j + 1 stands."""
+        return self.plan(chances, available).count
+
+    def plan(self, chances: Iterable[float], available: int) -> DraftPlan:
+        """As `choose`, with what is expected of it."""
         if self._fixed is not None:
-            return min(self._fixed, available)
-        best, best_rate = 0, 1.0 / self._costs[0]
+            return self._plan_fixed(chances, min(self._fixed, available))
+        best = DraftPlan(0, 1.0, self._costs[0])
         expected, reached = 1.0, 1.0
         for count, chance in enumerate(chances, 1):
             if count > min(available, MAX_DRAFT_LENGTH):
                 break
             reached *= chance
             expected += reached
-            rate = expected / (count * self._step_cost + self._costs[count])
-            if rate > best_rate:
-                best, best_rate = count, rate
+            seconds = count * self._step_cost + self._costs[count]
+            if expected * best.seconds > best.expected * seconds:
+                best = DraftPlan(count, expected, seconds)
         return best
+
+    def _plan_fixed(self, chances: Iterable[float], count: int) -> DraftPlan:
+        expected, reached = 1.0, 1.0
+        for chance in itertools.islice(chances, max(0, count)):
+            reached *= chance
+            expected += reached
+        width = min(count, MAX_DRAFT_LENGTH)
+        return DraftPlan(count, expected, count * self._step_cost + self._costs[max(0, width)])
