@@ -1,158 +1,97 @@
 """The acceptance rules: pure functions over distributions and random numbers.
 
-p is the target's distribution of a row (after penalties, temperature and filters), q the draft's. Row j of a chain is
-the distribution of the token after draft tokens d1 .. dj, so K draft tokens have rows 0 .. K. Rows are asked for one by
-one, in order, each once, and only as far as they are reached: a caller may push d(j) to its token counts on asking for
-row j. With u uniform in [0, 1):
+p is the target's distribution of a row (after penalties, temperature and filters), q the draft's. The walk goes down
+the tree of a proposal from its root, the newest committed token; a chain is a tree with one child a node. The row of a
+node is the distribution of the token after it, asked for when the node is reached, and only then. With u in [0, 1):
 
-    chain, sampled q          accept x if u < p(x) / q(x), else emit from norm((p - q)+); all pass: bonus from p
-                              (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1)
-    chain, deterministic      draw y ~ p; accept x if y = x, else emit y: the same rule with q a point mass
-    chain, coupled or greedy  y is the target's own choice at that position; accept x if y = x, else emit y
-    tree, deterministic       draw y ~ p (or take the target's choice); descend to the child y if there is one, else
-                              emit y: the point-mass rule over siblings
-    tree, drawn without       R = p, D = q; for each child x in draw order accept if u < R(x) / D(x), else
-    replacement               R = norm((R - D)+), D(x) = 0, D renormalised; all fail: emit from R
-                              (Jeon et al. 2024; Chen et al. 2024, Sequoia, algorithm 2)
+    greedy, coupled          y is the target's own choice at that position; descend to the child y if there is one,
+                             else emit y
+    rejection, deterministic the same with y drawn from p: the point-mass rule over siblings
+    rejection, one child x   accept if u < p(x) / q(x), else emit from norm((p - q)+)
+    drawn from q             (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1)
+    rejection, children      R = p, D = q; for each child x in draw order accept if u < R(x) / D(x), else
+    drawn without            R = norm((R - D)+), D(x) = 0, D renormalised; all fail: emit from R
+    replacement              (Jeon et al. 2024; Chen et al. 2024, Sequoia, algorithm 2)
+    a leaf                   emit from p
 
 Target and draft may have different supports: what a distribution does not list has probability 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from specrun.runtime.sampling import Distribution, RandomStream, coupled_token, sample
+from specrun.runtime.proposal import Proposal
+from specrun.runtime.sampling import Distribution, RandomStream, sample
 
 __all__ = [
+    "OPEN",
     "NodeStep",
     "Outcome",
     "OutcomeKind",
-    "Rows",
-    "TreeOutcome",
     "accept_tree",
     "choose_child",
-    "coupled_chain",
     "draw_children",
-    "greedy_chain",
-    "match_chain",
-    "rejection_chain",
-    "rejection_chain_deterministic",
     "residual",
     "sampled_children",
 ]
 
 OutcomeKind = Literal["correction", "bonus"]
-Rows = Callable[[int], Distribution]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a chain came to.
-
-    num_accepted  draft tokens d1 .. dn that stand
-    next_token    the token after them
-    kind          'bonus' if every draft token stands, else 'correction'
-    """
-
-    num_accepted: int
-    next_token: int
-    kind: OutcomeKind
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStep:
-    """What one tree node came to: `child` is the place among its children to descend to, or None to emit `token`."""
+    """What one node came to: `child` is the place among its children to descend to, or None to emit `token`."""
 
     child: int | None
-    token: int
+    token: int | None
+
+
+OPEN: Final = NodeStep(None, None)
+"""Nothing is emitted: the row cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
-class TreeOutcome:
-    """What a tree came to.
+class Outcome:
+    """What a proposal came to.
 
-    path        accepted nodes from the root's child on, indices into the tree's arrays
-    next_token  the token after them
-    kind        'bonus' if the path ends at a leaf (or the tree is empty), else 'correction'
+    path        the nodes gone through, from a child of the root on
+    next_token  the token after them; None after the end of the text, or where a step was open
+    kind        'bonus' if the path ends at a leaf (or nothing was proposed), else 'correction'; None with next_token
     """
 
     path: tuple[int, ...]
-    next_token: int
-    kind: OutcomeKind
+    next_token: int | None
+    kind: OutcomeKind | None
 
 
-def match_chain(draft_tokens: Sequence[int], choose: Callable[[int], int]) -> Outcome:
-    """Accept as long as the target's own choice, choose(j) for row j, is the draft token."""
-    for row, token in enumerate(draft_tokens):
-        choice = choose(row)
-        if choice != token:
-            return Outcome(row, choice, "correction")
-    return Outcome(len(draft_tokens), choose(len(draft_tokens)), "bonus")
-
-
-def greedy_chain(choices: Sequence[int] | npt.NDArray[np.int64], draft_tokens: Sequence[int]) -> Outcome:
-    """Greedy: choices i64 [at least K + 1] are the target's most probable ids, row by row."""
-    return match_chain(draft_tokens, lambda row: int(choices[row]))
-
-
-def coupled_chain(
-    draft_tokens: Sequence[int],
-    rows: Rows,
-    *,
-    seed: int,
-    sample_index: int,
-    position: int,
-    vocabulary: int | None = None,
+def accept_tree(
+    proposal: Proposal, step: Callable[[int, tuple[int, ...]], NodeStep], ends: Set[int] = frozenset()
 ) -> Outcome:
-    """Coupled sampling: the tokens are those of plain decoding with the same seed, for any proposal of any kind.
+    """Walk a proposal from the root, asking step(node, tokens of its children) at each node reached; -1 is the root.
 
-    position  absolute position of d1, the token that row 0 decides
+    A node without children must emit (ValueError). The walk stops at a node whose token is one of `ends`: what would
+    come after the end of the text is not asked for.
     """
-    return match_chain(
-        draft_tokens,
-        lambda row: coupled_token(
-            rows(row), seed=seed, sample_index=sample_index, position=position + row, vocabulary=vocabulary
-        ),
-    )
-
-
-def rejection_chain_deterministic(draft_tokens: Sequence[int], rows: Rows, stream: RandomStream) -> Outcome:
-    """The rejection rule for draft tokens that are a function of the text; one random number a row."""
-    return match_chain(draft_tokens, lambda row: sample(rows(row), stream.uniform()))
-
-
-def residual(p: Distribution, q: Distribution) -> Distribution:
-    """norm((p - q)+); p itself where rounding leaves nothing of it."""
-    mass = p.probs - q.probs_of(p.ids)
-    positive = mass > 0.0
-    if not positive.any():
-        return p
-    kept = mass[positive]
-    return Distribution(p.ids[positive], kept / kept.sum())
-
-
-def rejection_chain(
-    draft_tokens: Sequence[int], q: Sequence[Distribution], rows: Rows, stream: RandomStream
-) -> Outcome:
-    """The rejection rule for draft tokens drawn from q[0] .. q[K-1].
-
-    Each q must be the distribution that its token was drawn from, after the draft's own filters. ValueError if one
-    gives its token no probability: then it was not.
-    """
-    for row, token in enumerate(draft_tokens):
-        p = rows(row)
-        drawn_with = q[row].prob(token)
-        if drawn_with <= 0.0:
-            raise ValueError(f"draft token {token} cannot have been drawn: its q is 0")
-        if stream.uniform() * drawn_with >= p.prob(token):
-            return Outcome(row, sample(residual(p, q[row]), stream.uniform()), "correction")
-    return Outcome(len(draft_tokens), sample(rows(len(draft_tokens)), stream.uniform()), "bonus")
+    path: list[int] = []
+    node = -1
+    while True:
+        nodes = proposal.children(node)
+        taken = step(node, tuple([proposal.tokens[child] for child in nodes]))
+        if taken.child is None:
+            kind: OutcomeKind | None = "correction" if nodes else "bonus"
+            return Outcome(tuple(path), taken.token, None if taken.token is None else kind)
+        if taken.child >= len(nodes):
+            raise ValueError(f"node {node} has {len(nodes)} children: there is none at place {taken.child}")
+        node = nodes[taken.child]
+        path.append(node)
+        if taken.token in ends:
+            return Outcome(tuple(path), None, None)
 
 
 def choose_child(children: Sequence[int], choice: int) -> NodeStep:
@@ -190,13 +129,32 @@ def draw_children(q: Distribution, count: int, stream: RandomStream, *, tokens: 
     return tuple(drawn)
 
 
+def residual(p: Distribution, q: Distribution) -> Distribution:
+    """norm((p - q)+); p itself where rounding leaves nothing of it."""
+    mass = p.probs - q.probs_of(p.ids)
+    positive = mass > 0.0
+    if not positive.any():
+        return p
+    kept = mass[positive]
+    return Distribution(p.ids[positive], kept / kept.sum())
+
+
 def sampled_children(
     p: Distribution, q: Distribution, children: Sequence[int], stream: RandomStream, *, tokens: int
 ) -> NodeStep:
     """Children drawn from q without replacement, in draw order (`draw_children`); no two may be equal.
 
     tokens  size of the real vocabulary, which both distributions lie within
+
+    Errors: ValueError if q gives a child no probability: then it was not drawn from it.
     """
+    if len(children) == 1:  # the common case, without rows over the whole vocabulary
+        drawn_with = q.prob(children[0])
+        if drawn_with <= 0.0:
+            raise ValueError(f"child {children[0]} cannot have been drawn: its q is 0")
+        if stream.uniform() * drawn_with < p.prob(children[0]):
+            return NodeStep(0, children[0])
+        return NodeStep(None, sample(residual(p, q), stream.uniform()))
     left = p.dense(tokens)
     weights = q.dense(tokens)
     for place, token in enumerate(children):
@@ -211,35 +169,3 @@ def sampled_children(
             break
         left = rest / total
     return NodeStep(None, sample(Distribution.from_dense(left), stream.uniform()))
-
-
-def accept_tree(
-    tokens: Sequence[int], parents: Sequence[int], step: Callable[[int, tuple[int, ...]], NodeStep]
-) -> TreeOutcome:
-    """Walk a token tree from the root, asking `step` at each node reached.
-
-    tokens   draft token of each node, parents before children, siblings in draw order
-    parents  index of each node's parent; -1 for children of the root (the last committed token)
-    step     step(node, child tokens) -> NodeStep by one of the rules; node -1 is the root; no children: it must emit
-
-    Errors: ValueError if siblings are equal, a parent follows its child, or a leaf's step descends.
-    """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
-            raise ValueError(f"node {node} has parent {parent}: parents come first")
-        siblings = children.setdefault(parent, [])
-        if any(tokens[other] == tokens[node] for other in siblings):
-            raise ValueError(f"node {node} repeats the token {tokens[node]} of a sibling")
-        siblings.append(node)
-    path: list[int] = []
-    node = -1
-    while True:
-        below = children.get(node, [])
-        outcome = step(node, tuple(tokens[child] for child in below))
-        if outcome.child is None:
-            return TreeOutcome(tuple(path), outcome.token, "correction" if below else "bonus")
-        if outcome.child >= len(below):
-            raise ValueError(f"node {node} has {len(below)} children: there is none at place {outcome.child}")
-        node = below[outcome.child]
-        path.append(node)

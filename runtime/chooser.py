@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.runtime.acceptance import (
-    Outcome,
-    coupled_chain,
-    match_chain,
-    rejection_chain,
-    rejection_chain_deterministic,
-)
+from specrun.runtime.acceptance import OPEN, NodeStep, accept_tree, choose_child, sampled_children
 from specrun.runtime.options import GenerationOptions
 from specrun.runtime.proposal import EMPTY, Proposal
 from specrun.runtime.sampling import (
@@ -27,12 +22,14 @@ from specrun.runtime.sampling import (
     sample,
     top_logprobs,
 )
+from specrun.runtime.side_branches import Decision, settle
 
 
 class Chooser:
     """Turns rows of logits into tokens. `options.sampling.seed` must be set unless it is greedy.
 
-    tokens: real size of the vocabulary. sample_index: which of several samples of one request this is.
+    tokens: real size of the vocabulary. sample_index: which of several samples of one request this is. margin: by how
+    much a choice must win, in logits, on a row that is not exact; None where such rows are never trusted.
     """
 
     def __init__(
@@ -43,39 +40,86 @@ class Chooser:
         tokens: int,
         eos: Sequence[int],
         sample_index: int = 0,
+        margin: float | None = None,
     ) -> None:
         self._options = options
         self._sampling = options.sampling
         self._tokens = tokens
         self._eos = tuple(eos)
+        self._ends = frozenset(() if options.ignore_eos else eos)
         self._prompt_length = len(prompt)
         self._sample_index = sample_index
         self._seed = options.sampling.seed or 0
         self._plain_greedy = self._sampling.greedy and not self._sampling.penalised
         self._counts = TokenCounts(prompt) if self._sampling.penalised else None
         self._counted = 0
-        self._stream = RandomStream(self._seed, sample_index) if self._sampling.mode == "rejection" else None
+        drawn = self._sampling.mode == "rejection" and not self._sampling.greedy
+        self._stream = RandomStream(self._seed, sample_index) if drawn else None
+        simple = self._plain_greedy or not (drawn or self._sampling.filtered or self._sampling.penalised)
+        self._margin = margin if simple and options.logprobs is None else None
 
-    def decide(self, proposal: Proposal, logits: NDArray[np.float32], committed: int) -> Outcome:
-        """Judge a proposal by logits f32 [K + 1, V]; row j decides the token at position `committed` + j."""
-        drafts = proposal.tokens
+    def decide(
+        self, proposal: Proposal, logits: NDArray[np.float32], committed: int, *, exact_cache: bool = True
+    ) -> Decision:
+        """Judge a proposal by logits f32 [nodes + 1, V]; row 0 decides the token at position `committed`.
 
-        def rows(row: int) -> Distribution:
-            return self._distribution(logits[row], drafts[:row], committed)
+        exact_cache: the cache had plain decoding's bits before this run, so the rows of the main branch have them too.
+        """
+        exact = proposal.main_length if exact_cache else -1
+        drafts: list[int] = []
+        rows: list[Distribution] = []
 
+        def step(node: int, children: tuple[int, ...]) -> NodeStep:
+            row = logits[node + 1]
+            if self._stream is not None:
+                rows.append(self._distribution(row, drafts, committed))
+                taken = self._drawn(rows[-1], proposal, node, children, self._stream)
+            else:
+                choice = self._choice(row, drafts, committed, None if node < exact else self._margin)
+                taken = OPEN if choice is None else choose_child(children, choice)
+            if taken.child is not None:
+                drafts.append(children[taken.child])
+            return taken
+
+        outcome = accept_tree(proposal, step, self._ends)
+        ended = bool(drafts) and drafts[-1] in self._ends
+        return settle(proposal, outcome, whole=self._margin is not None, rows=rows, ended=ended)
+
+    def _choice(
+        self, row: NDArray[np.float32], drafts: Sequence[int], committed: int, margin: float | None
+    ) -> int | None:
+        """The target's own choice, greedy or coupled; None if it does not win by more than `margin`."""
+        position = committed + len(drafts)
         if self._plain_greedy:
-            return match_chain(drafts, lambda row: self._best(logits[row], committed + row))
-        if self._sampling.greedy:
-            return match_chain(drafts, lambda row: int(rows(row).ids[0]))
-        if self._stream is None:
-            return coupled_chain(drafts, rows, seed=self._seed, sample_index=self._sample_index, position=committed)
-        if proposal.q is None:
-            return rejection_chain_deterministic(drafts, rows, self._stream)
-        return rejection_chain(drafts, proposal.q, rows, self._stream)
+            choice = self._best(row, position)
+            if margin is not None:
+                handicapped = row.copy()
+                handicapped[choice] -= margin
+                return choice if self._best(handicapped, position) == choice else None
+            return choice
+        p = self._distribution(row, drafts, committed)
+        choice = coupled_token(p, seed=self._seed, sample_index=self._sample_index, position=position)
+        if margin is not None:
+            # A logit that is lower by the margin is a probability that is lower by this factor; the noise stays.
+            weights = p.probs.copy()
+            weights[p.ids.searchsorted(choice)] *= math.exp(-margin / self._sampling.temperature)
+            weaker = Distribution(p.ids, weights)
+            again = coupled_token(weaker, seed=self._seed, sample_index=self._sample_index, position=position)
+            return choice if again == choice else None
+        return choice
+
+    def _drawn(
+        self, p: Distribution, proposal: Proposal, node: int, children: tuple[int, ...], stream: RandomStream
+    ) -> NodeStep:
+        """The rejection rule at a node."""
+        nodes = proposal.children(node)
+        if proposal.q is None or proposal.fixed(nodes):
+            return choose_child(children, sample(p, stream.uniform()))
+        return sampled_children(p, proposal.q[nodes[0]], children, stream, tokens=self._tokens)
 
     def first(self, logits: NDArray[np.float32], committed: int) -> int:
         """The token that follows the prompt, from the prefill's logits f32 [1, V]."""
-        return self.decide(EMPTY, logits, committed).next_token
+        return self.decide(EMPTY, logits, committed).tokens[0]
 
     def draft(
         self, logits: NDArray[np.float32], drafts: Sequence[int], committed: int
@@ -89,7 +133,7 @@ class Chooser:
         if self._plain_greedy:
             return self._best(logits, position), None
         q = self._distribution(logits, drafts, committed)
-        if self._stream is not None and not self._sampling.greedy:
+        if self._stream is not None:
             return sample(q, self._stream.uniform()), q
         return coupled_token(q, seed=self._seed, sample_index=self._sample_index, position=position), None
 

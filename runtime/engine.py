@@ -29,6 +29,7 @@ from specrun.runtime.proposers import ngram as ngram_method
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
 from specrun.runtime.session import ModelSession, session_opener
+from specrun.runtime.side_branches import MARGIN
 from specrun.runtime.stream import Stream
 from specrun.runtime.tokenizer import Tokenizer
 
@@ -144,6 +145,11 @@ class Engine:
     def has_draft(self) -> bool:
         """Whether a draft model is loaded."""
         return self._draft is not None
+
+    @property
+    def margin(self) -> float | None:
+        """How clearly a choice must win on a side branch of a token tree to be trusted; None: it is verified again."""
+        return MARGIN if set(self.bundle.manifest.precision.values()) == {"fp32"} else None
 
     def load_ngrams(self, path: Path) -> None:
         """Take the earlier texts of a saved table, so that what was written before helps later requests."""

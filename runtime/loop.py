@@ -3,30 +3,37 @@
 Lengths while it runs, with n = len(committed), the prompt included:
 
     committed           n          owner: the loop; the only truth
-    target.length       n - 1      after each round; n + K inside one. The newest token has no KV yet: it is the first
-                                   input of the next run
+    carried             c          owner: the loop; tokens that inexact rows decided (`side_branches`): no truth, but
+                                   proposed first. A proposer's context is committed + carried
+    target.length       n - 1      after each round; n + nodes inside one. The newest token has no KV yet: it is the
+                                   first input of the next run. Less after a choice was left open
+    exact               <= target.length   owner: the loop; so far the cache has plain decoding's bits. It is
+                                   target.length unless a side branch was committed; no more is left when the loop ends
     proposer            <= n       what it has seen is its own affair; `rewind_to` tells it how far that stays true
+    proposer's features n + c - 1  after each round: those of all tokens of its context but the newest
     chooser's counts    n          draft tokens are pushed and taken off inside `decide`
 
-A round's run has 1 + K inputs, [newest committed, d1 .. dK], and gives K + 1 rows of logits: row j decides the token
-after d1 .. dj. With a of the K accepted, a + 1 tokens are committed: the drafts and a correction or a bonus.
+A round's run takes committed[target.length:], as a rule one token, and behind it the nodes of the proposal. It gives a
+row of logits for the newest committed token and for each node: the row decides the token after it. With a draft tokens
+accepted, a + 1 tokens are committed: these and a correction or a bonus.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.proposal import EMPTY, Proposer
 from specrun.runtime.result import Source, SpeculationStats, Token
 from specrun.runtime.session import ModelSession
+from specrun.runtime.side_branches import main_part
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`length`: the most committed tokens, prompt included; `draft_length`: the most draft tokens a round."""
+    """`length`: the most committed tokens, prompt included; `draft_length`: how deep a proposal may be."""
 
     length: int
     draft_length: int
@@ -44,64 +51,94 @@ def speculate(
 ) -> Generator[list[Token]]:
     """Yield the tokens of the prefill, then of each round, until an end-of-text id or the limit.
 
-    committed: the prompt, extended in place. The target's cache holds a true prefix of it, shorter than the prompt.
-    Between two yields the target's length is len(committed) - 1, so the caller may stop at any of them. `cancelled` is
-    asked after each chunk of the prefill; if it says so, nothing is yielded.
+    committed: the prompt, extended in place. The target's cache holds a true prefix of it, shorter than the prompt, and
+    again when the loop ends, so the caller may stop at any yield. A round may yield no token. `cancelled` is asked
+    after each chunk of the prefill; if it says so, nothing is yielded.
     """
+    if proposer is not None:
+        proposer.start(committed)
     for step in target.prefill_steps(committed[target.length :]):
         if cancelled():
             return
         logits = step
+        _hand_features(target, proposer, target.length)
     token = chooser.first(logits, len(committed))
     logprob, top = chooser.logprobs(logits[0], token)
-    if proposer is not None:
-        proposer.start(committed)
     committed.append(token)
     chooser.commit([token])
     yield [Token(token, "prefill", logprob, top)]
 
-    while len(committed) < limits.length and committed[-1] not in limits.eos:
-        # propose: never more than could still be committed
-        length = len(committed)
-        limit = min(limits.draft_length, limits.length - length - 1)
-        start = time.perf_counter()
-        proposal = EMPTY if proposer is None else proposer.propose(committed, limit)
-        proposed = time.perf_counter()
+    carried, exact = EMPTY, target.length
+    try:
+        while len(committed) < limits.length and committed[-1] not in limits.eos:
+            # propose: never deeper than could still be committed
+            length, held = len(committed), target.length
+            limit = min(limits.draft_length, limits.length - length - 1)
+            start = time.perf_counter()
+            head = carried.first(limit)
+            proposal = EMPTY
+            if proposer is not None:
+                context = [*committed, *head.tokens] if len(head) else committed
+                proposal = proposer.propose(context, limit - len(head)).behind(head)
+            if proposal.parents is not None:
+                proposal = proposal.first(max(proposal.main_length, target.tree_room(length)))
+            proposed = time.perf_counter()
 
-        # verify
-        logits = target.run([committed[-1], *proposal.tokens], rows=1 + len(proposal))
-        verified = time.perf_counter()
+            # verify
+            inputs = [*committed[held:], *proposal.tokens]
+            logits = target.run(inputs, rows=1 + len(proposal), parents=proposal.parents)
+            verified = time.perf_counter()
 
-        # accept
-        outcome = chooser.decide(proposal, logits, length)
-        tokens = [*proposal.tokens[: outcome.num_accepted], outcome.next_token]
-        drafts: list[Source] = ["draft"] * outcome.num_accepted
-        sources = [*drafts, outcome.kind]
-        ends = [index for index, token in enumerate(tokens) if token in limits.eos]
-        if ends:  # what was decided beyond the end of the text does not count
-            del tokens[ends[0] + 1 :], sources[ends[0] + 1 :]
-        num_accepted = sources.count("draft")
-        evaluated = num_accepted + (sources[-1] == "correction")
+            # accept
+            decision = chooser.decide(proposal, logits, length, exact_cache=exact == held)
+            tokens, num_accepted, main = decision.tokens, decision.num_accepted, main_part(decision.path)
 
-        # commit
-        committed += tokens
-        chooser.commit(tokens)
-        stats.rounds += 1
-        stats.proposed += len(proposal)
-        stats.evaluated += evaluated
-        stats.accepted += num_accepted
-        stats.corrections += sources[-1] == "correction"
-        stats.bonuses += sources[-1] == "bonus"
-        stats.histogram[num_accepted] += 1
-        stats.draft_s += proposed - start
-        stats.verify_s += verified - proposed
+            # commit
+            committed += tokens
+            chooser.commit(tokens)
+            carried = decision.carried
+            stats.count_round(
+                proposed=len(proposal),
+                accepted=num_accepted,
+                kind=decision.kind,
+                draft_s=proposed - start,
+                verify_s=verified - proposed,
+            )
 
-        # rewind
-        target.rewind_to(len(committed) - 1)
-        if proposer is not None:
-            proposer.observe(evaluated=evaluated, accepted=num_accepted, path=tuple(range(num_accepted)))
-            proposer.rewind_to(length + num_accepted)
-        yield [
-            Token(token, source, *chooser.logprobs(logits[row], token))
-            for row, (token, source) in enumerate(zip(tokens, sources, strict=True))
-        ]
+            # rewind
+            kept = decision.path[: len(tokens) - 1]
+            target.keep_path(length, kept)
+            if exact == held:
+                exact = length + min(main, len(kept))
+            if decision.open:
+                target.rewind_to(exact)
+            if proposer is not None:
+                own = tuple([node - len(head) for node in decision.path if node >= len(head)])
+                judged = decision.rejected and len(decision.path) >= len(head)
+                proposer.observe(evaluated=len(own) + judged, accepted=len(own), path=own)
+                proposer.rewind_to(min(length + main, len(committed) - 1))
+                _hand_features(target, proposer, length, decision.path, len(proposal))
+
+            drafts: list[Source] = ["draft"] * num_accepted
+            sources = drafts if decision.kind is None else [*drafts, decision.kind]
+            rows = [0, *[node + 1 for node in decision.path]]
+            yield [
+                Token(token, source, *chooser.logprobs(logits[row], token))
+                for token, source, row in zip(tokens, sources, rows, strict=False)
+            ]
+    finally:
+        target.rewind_to(min(target.length, exact))
+
+
+def _hand_features(
+    target: ModelSession, proposer: Proposer | None, length: int, path: Sequence[int] = (), nodes: int = 0
+) -> None:
+    """Hand over what the last run found: features of the context up to `length`, and of the path behind it."""
+    if proposer is None or not proposer.needs_features:
+        return
+    features = target.features
+    behind = len(features) - nodes
+    if main_part(path) == len(path):
+        proposer.take_features(length - behind, features[: behind + len(path)])
+    else:
+        proposer.take_features(length - behind, features[[*range(behind), *[behind + node for node in path]]])

@@ -104,6 +104,11 @@ class SamplingOptions:
         """True if a penalty is on, so that the distribution depends on the tokens before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def filtered(self) -> bool:
+        """True if top-k, top-p or min-p leaves tokens out."""
+        return self.top_k != 0 or self.top_p != 1.0 or self.min_p != 0.0
+
     def seeded(self) -> SamplingOptions:
         """These options with a seed: the given one, or one drawn from the operating system."""
         if self.seed is not None:

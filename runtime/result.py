@@ -26,13 +26,14 @@ class SpeculationStats:
     """Counters of one request.
 
     rounds       target runs after the prefill
-    proposed     draft tokens that the target checked in its run
-    evaluated    draft tokens that were decided, up to the first rejected one or the end of the text
+    proposed     draft tokens that the target checked in its run: all nodes of a tree
+    evaluated    places where draft tokens were decided, up to the first rejected one or the end of the text
     accepted     draft tokens that stand; corrections and bonuses: tokens from the target's own distribution
     discarded    emitted tokens that a stop string took back
 
     accepted <= evaluated <= proposed; completion tokens = 1 + accepted + corrections + bonuses - discarded.
-    A round without draft tokens ends in a bonus.
+    A round without draft tokens ends in a bonus. One whose last choice was left open (`side_branches`), or whose last
+    draft token ends the text, has neither correction nor bonus.
     """
 
     rounds: int = 0
@@ -45,6 +46,20 @@ class SpeculationStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     histogram: Counter[int] = field(default_factory=Counter)
+
+    def count_round(
+        self, *, proposed: int, accepted: int, kind: Source | None, draft_s: float, verify_s: float
+    ) -> None:
+        """Count one round; `kind` of the token after the accepted ones, None if there is none."""
+        self.rounds += 1
+        self.proposed += proposed
+        self.evaluated += accepted + (kind == "correction")
+        self.accepted += accepted
+        self.corrections += kind == "correction"
+        self.bonuses += kind == "bonus"
+        self.histogram[accepted] += 1
+        self.draft_s += draft_s
+        self.verify_s += verify_s
 
     @property
     def decided(self) -> int:

@@ -88,7 +88,7 @@ class ModelSession:
 
     @property
     def features(self) -> NDArray[np.float32]:
-        """Features f32 [n, taps x hidden] of the n tokens that row 0 took in the last run; n x 0 without such an output.
+        """Features f32 [n, taps x hidden] of the n tokens that row 0 took in the last run; [n, 0] without that output.
 
         A view that the next run at this width overwrites.
         """

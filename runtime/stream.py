@@ -148,7 +148,12 @@ class _Running:
         committed = list(self._prompt_tokens)
         eos = manifest.special_ids.eos
         chooser = Chooser(
-            options, prompt=committed, tokens=manifest.sizes.tokens, eos=eos, sample_index=request.sample_index
+            options,
+            prompt=committed,
+            tokens=manifest.sizes.tokens,
+            eos=eos,
+            sample_index=request.sample_index,
+            margin=engine.margin,
         )
         proposer = engine.proposer(request, chooser)
         draft_length = MAX_DRAFT_LENGTH if options.draft_length is None else options.draft_length

@@ -6,22 +6,19 @@ import numpy as np
 import pytest
 
 from specrun.runtime.acceptance import (
+    OPEN,
     NodeStep,
-    Outcome,
     accept_tree,
     choose_child,
-    coupled_chain,
     draw_children,
-    greedy_chain,
-    match_chain,
-    rejection_chain,
-    rejection_chain_deterministic,
     residual,
     sampled_children,
 )
 from specrun.runtime.options import SamplingOptions
 from specrun.runtime.proposal import EMPTY, Proposal
 from specrun.runtime.sampling import Distribution, RandomStream, TokenCounts, coupled_token, distribution, sample
+
+from .rules import coupled_chain, match_chain, outcome, rejection_chain, rejection_chain_deterministic
 
 ROWS = np.random.default_rng(20).normal(0, 1.5, (8, 8)).astype(np.float32)
 DRAFT_ROWS = ROWS + np.random.default_rng(21).normal(0, 0.8, (8, 8)).astype(np.float32)
@@ -68,12 +65,11 @@ def rows_of(*weights):
 
 
 def test_greedy_chain():
-    choices = np.array([4, 5, 6, 7])
-    assert greedy_chain(choices, (4, 5, 6)) == Outcome(3, 7, "bonus")
-    assert greedy_chain(choices, (4, 9, 6)) == Outcome(1, 5, "correction")
-    assert greedy_chain(choices, (9, 5, 6)) == Outcome(0, 4, "correction")
-    assert greedy_chain(choices, ()) == Outcome(0, 4, "bonus")
-    assert type(greedy_chain(choices, (4,)).next_token) is int
+    choose = [4, 5, 6, 7].__getitem__
+    assert match_chain((4, 5, 6), choose) == outcome(3, 7, "bonus")
+    assert match_chain((4, 9, 6), choose) == outcome(1, 5, "correction")
+    assert match_chain((9, 5, 6), choose) == outcome(0, 4, "correction")
+    assert match_chain((), choose) == outcome(0, 4, "bonus")
 
 
 def test_rows_are_asked_for_in_order_and_only_as_far_as_they_are_reached():
@@ -96,17 +92,17 @@ def test_rejection_chain_step_by_step():
     """p = (.5, .3, .2), q = (.2, .6, .2): token 1 passes while u < .5; then norm((p - q)+) is all on token 0."""
     p, q = [0.5, 0.3, 0.2], [Distribution.from_dense([0.2, 0.6, 0.2])]
     rows, _ = rows_of(p, p)
-    assert rejection_chain((1,), q, rows, scripted([0.4999, 0.0])) == Outcome(1, 0, "bonus")
-    assert rejection_chain((1,), q, rows, scripted([0.4999, 0.81])) == Outcome(1, 2, "bonus")
-    assert rejection_chain((1,), q, rows, scripted([0.5, 0.99])) == Outcome(0, 0, "correction")
-    assert rejection_chain((0,), q, rows, scripted([0.9999, 0.6])) == Outcome(1, 1, "bonus")
-    assert rejection_chain((), [], rows, scripted([0.6])) == Outcome(0, 1, "bonus")
+    assert rejection_chain((1,), q, rows, scripted([0.4999, 0.0])) == outcome(1, 0, "bonus")
+    assert rejection_chain((1,), q, rows, scripted([0.4999, 0.81])) == outcome(1, 2, "bonus")
+    assert rejection_chain((1,), q, rows, scripted([0.5, 0.99])) == outcome(0, 0, "correction")
+    assert rejection_chain((0,), q, rows, scripted([0.9999, 0.6])) == outcome(1, 1, "bonus")
+    assert rejection_chain((), [], rows, scripted([0.6])) == outcome(0, 1, "bonus")
 
 
 def test_the_point_mass_rule_is_one_draw_of_p():
     rows, _ = rows_of([0.5, 0.3, 0.2], [0.1, 0.1, 0.8])
-    assert rejection_chain_deterministic((1,), rows, scripted([0.6, 0.5])) == Outcome(1, 2, "bonus")
-    assert rejection_chain_deterministic((1,), rows, scripted([0.9])) == Outcome(0, 2, "correction")
+    assert rejection_chain_deterministic((1,), rows, scripted([0.6, 0.5])) == outcome(1, 2, "bonus")
+    assert rejection_chain_deterministic((1,), rows, scripted([0.9])) == outcome(0, 2, "correction")
 
 
 def test_tensorrt_llm_2789_a_draft_that_knows_fewer_ids():
@@ -117,7 +113,7 @@ def test_tensorrt_llm_2789_a_draft_that_knows_fewer_ids():
     np.testing.assert_allclose(left.probs, [3 / 7, 4 / 7])
     assert residual(q, p).ids.tolist() == [0, 1]
     rows, _ = rows_of([0.5, 0.5, 0, 0])
-    assert rejection_chain((3,), [p], rows, scripted([0.0, 0.1])) == Outcome(0, 0, "correction")
+    assert rejection_chain((3,), [p], rows, scripted([0.0, 0.1])) == outcome(0, 0, "correction")
 
 
 def test_residual_of_equal_distributions_is_p():
@@ -171,12 +167,13 @@ def speculative(options, seed, length, draft_length, kind):
                 counts.push(draft[row - 1])
             return distribution(ROWS[(text + draft[:row])[-1]], counts, options, tokens=8)
 
-        outcome = coupled_chain(draft, rows, seed=seed, sample_index=0, position=len(text))
-        assert (outcome.kind == "bonus") == (outcome.num_accepted == len(draft))
-        counts.rewind_to(len(text) - 1 + outcome.num_accepted)
-        counts.push(outcome.next_token)
-        text += [*draft[: outcome.num_accepted], outcome.next_token]
-        accepted += outcome.num_accepted
+        made = coupled_chain(draft, rows, seed=seed, sample_index=0, position=len(text))
+        stands = len(made.path)
+        assert (made.kind == "bonus") == (stands == len(draft))
+        counts.rewind_to(len(text) - 1 + stands)
+        counts.push(made.next_token)
+        text += [*draft[:stands], made.next_token]
+        accepted += stands
     return text[: length + 1], accepted
 
 
@@ -231,7 +228,7 @@ def test_choose_child():
     assert choose_child((), 5) == NodeStep(None, 5)
 
 
-TOKENS, PARENTS = (4, 5, 6, 7, 5), (-1, -1, 0, 2, 0)
+TREE = Proposal((4, 5, 6, 7, 5), "deterministic", parents=(-1, -1, 0, 2, 0))
 
 
 @pytest.mark.parametrize(
@@ -245,32 +242,34 @@ TOKENS, PARENTS = (4, 5, 6, 7, 5), (-1, -1, 0, 2, 0)
     ],
 )
 def test_accept_tree(choices, path, token, kind):
-    outcome = accept_tree(TOKENS, PARENTS, lambda node, children: choose_child(children, choices[node]))
-    assert (outcome.path, outcome.next_token, outcome.kind) == (path, token, kind)
+    made = accept_tree(TREE, lambda node, children: choose_child(children, choices[node]))
+    assert (made.path, made.next_token, made.kind) == (path, token, kind)
 
 
 def test_an_empty_tree_is_a_plain_step():
-    outcome = accept_tree((), (), lambda node, children: choose_child(children, 3))
-    assert (outcome.path, outcome.next_token, outcome.kind) == ((), 3, "bonus")
+    assert accept_tree(EMPTY, lambda node, children: choose_child(children, 3)) == outcome(0, 3, "bonus")
 
 
-def test_a_chain_is_a_tree():
-    choices = [4, 5, 6, 7]
-    for tokens in ((4, 5, 6), (4, 9, 6), (9, 5, 6)):
-        chain = match_chain(tokens, lambda row: choices[row])
-        tree = accept_tree(tokens, (-1, 0, 1), lambda node, children: choose_child(children, choices[node + 1]))
-        assert (len(tree.path), tree.next_token, tree.kind) == (chain.num_accepted, chain.next_token, chain.kind)
+def test_nothing_is_asked_beyond_the_end_of_the_text():
+    asked = []
+
+    def step(node, children):
+        asked.append(node)
+        return choose_child(children, {-1: 4, 0: 6}[node])
+
+    made = accept_tree(TREE, step, {6})
+    assert (made.path, made.next_token, made.kind) == ((0, 2), None, None)
+    assert asked == [-1, 0]
 
 
-def test_trees_that_cannot_be():
-    step = lambda node, children: choose_child(children, 4)  # noqa: E731
-    with pytest.raises(ValueError, match="repeats the token 4"):
-        accept_tree((4, 4), (-1, -1), step)
-    for parents in ((0,), (-2,)):
-        with pytest.raises(ValueError, match="parents come first"):
-            accept_tree((4,), parents, step)
+def test_an_open_step_ends_the_walk():
+    made = accept_tree(TREE, lambda node, children: choose_child(children, 4) if node < 0 else OPEN)
+    assert (made.path, made.next_token, made.kind) == ((0,), None, None)
+
+
+def test_steps_that_cannot_be():
     with pytest.raises(ValueError, match="none at place 0"):
-        accept_tree((4,), (-1,), lambda node, children: NodeStep(0, 4))
+        accept_tree(Proposal((4,), "deterministic"), lambda node, children: NodeStep(0, 4))
 
 
 def test_children_drawn_without_replacement_are_different_and_may_be_all():
@@ -279,30 +278,3 @@ def test_children_drawn_without_replacement_are_different_and_may_be_all():
         assert sorted(draw_children(q, 5, RandomStream(seed), tokens=5)) == [0, 1, 2, 3, 4]
         assert sorted(draw_children(q, 9, RandomStream(seed), tokens=5)) == [0, 1, 2, 3, 4]
         assert set(draw_children(q, 2, RandomStream(seed), tokens=5)) == {0, 1}
-
-
-# --- the proposal type
-
-
-def test_a_proposal_declares_its_kind():
-    q = (Distribution.from_dense([0.5, 0.5]), Distribution.from_dense([0.0, 1.0]))
-    assert Proposal((0, 1), "sampled", q).first(1).q == q[:1]
-    assert Proposal((5, 6, 7), "deterministic").first(2).tokens == (5, 6)
-    assert len(EMPTY) == 0
-    assert EMPTY.kind == "deterministic"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((1,), "deterministic", (Distribution.point(1),)), "has no q"),
-        (((1,), "sampled", None), "one q for each"),
-        (((1, 2), "sampled", (Distribution.point(1),)), "one q for each"),
-        (((1,), "sampled", (Distribution.point(2),)), "cannot have been drawn"),
-        (((1,), "guess", None), "kind must be"),
-        (((-1,), "deterministic", None), "negative"),
-    ],
-)
-def test_proposals_that_contradict_themselves(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Proposal(*arguments)

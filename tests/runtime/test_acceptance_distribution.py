@@ -11,18 +11,12 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from specrun.runtime.acceptance import (
-    accept_tree,
-    choose_child,
-    coupled_chain,
-    draw_children,
-    rejection_chain,
-    rejection_chain_deterministic,
-    sampled_children,
-)
+from specrun.runtime.acceptance import Outcome, accept_tree, choose_child, draw_children, sampled_children
 from specrun.runtime.options import SamplingOptions
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.sampling import Distribution, RandomStream, TokenCounts, coupled_token, distribution, sample
+
+from .rules import coupled_chain, rejection_chain, rejection_chain_deterministic
 
 DRAWS = 20_000
 V = 8
@@ -131,7 +125,7 @@ def first_tokens(index, o, length, limit, propose=propose, rule=None):
             outcome = rejection_chain(proposal.tokens, proposal.q, rows, stream)
         else:
             outcome = rejection_chain_deterministic(proposal.tokens, rows, stream)
-        text += (*proposal.tokens[: outcome.num_accepted], outcome.next_token)
+        text += (*proposal.tokens[: len(outcome.path)], outcome.next_token)
     return text[len(PROMPT) :][:length]
 
 
@@ -172,7 +166,7 @@ def test_coupled_chain_with_a_coupled_draft():
         draft = (coupled_token(q, seed=6, sample_index=index, position=2),)
         rows = lambda row, draft=draft: processed("target", PROMPT + draft[:row], PLAIN)  # noqa: E731
         outcome = coupled_chain(draft, rows, seed=6, sample_index=index, position=2)
-        text = (*draft[: outcome.num_accepted], outcome.next_token)
+        text = (*draft[: len(outcome.path)], outcome.next_token)
         if len(text) == 1:
             made = processed("target", PROMPT + text, PLAIN)
             text += (coupled_token(made, seed=6, sample_index=index, position=3),)
@@ -234,8 +228,8 @@ def test_negative_control_correction_from_p_instead_of_the_residual():
     def wrong(proposal, rows, stream):
         outcome = rejection_chain(proposal.tokens, proposal.q, rows, stream)
         if outcome.kind == "correction":
-            token = sample(rows(outcome.num_accepted), stream.uniform())
-            return type(outcome)(outcome.num_accepted, token, "correction")
+            token = sample(rows(len(outcome.path)), stream.uniform())
+            return Outcome(outcome.path, token, "correction")
         return outcome
 
     drawn = [first_tokens(index, PLAIN, 1, 1, rule=wrong) for index in range(DRAWS)]
@@ -267,7 +261,7 @@ def test_llama_cpp_3919_acceptance_is_what_theory_says():
             stream = RandomStream(12, index)
             proposal = propose(PROMPT, limit, stream, PLAIN)
             rows = lambda row, made=proposal: processed("target", PROMPT + made.tokens[:row], PLAIN)  # noqa: E731
-            accepted.append(rejection_chain(proposal.tokens, proposal.q, rows, stream).num_accepted)
+            accepted.append(len(rejection_chain(proposal.tokens, proposal.q, rows, stream).path))
         assert set(accepted) == set(range(limit + 1))
         first = np.mean(np.array(accepted) > 0)
         assert abs(first - alpha) < 4 * np.sqrt(alpha * (1 - alpha) / DRAWS)
@@ -283,6 +277,7 @@ def test_tree_with_deterministic_children():
     for node in range(2):  # the third child stays a leaf
         tokens += ranked(tokens[node], 2)
         parents += [node, node]
+    tree = Proposal(tuple(tokens), "deterministic", parents=tuple(parents))
     drawn = []
     for index in range(DRAWS):
         stream = RandomStream(13, index)
@@ -291,7 +286,7 @@ def test_tree_with_deterministic_children():
             last = tokens[node] if node >= 0 else PROMPT[-1]
             return choose_child(children, sample(processed("target", (*PROMPT, last), PLAIN), stream.uniform()))
 
-        outcome = accept_tree(tokens, parents, step)
+        outcome = accept_tree(tree, step)
         text = (*(tokens[node] for node in outcome.path), outcome.next_token)
         if len(text) == 1:
             text += (sample(processed("target", PROMPT + text, PLAIN), stream.uniform()),)

@@ -37,8 +37,8 @@ def faulty(wrong: Callable[[ModelSession, int, int], bool]) -> Callable[[ModelSe
     """`run_batch` whose logits and KV depend on the width: they change where wrong(session, positions, rows) says."""
     original = ModelSession.run_batch
 
-    def run_batch(self: ModelSession, tokens: Any, *, rows: int) -> np.ndarray:
-        logits = original(self, tokens, rows=rows)
+    def run_batch(self: ModelSession, tokens: Any, *, rows: int, parents: Any = None) -> np.ndarray:
+        logits = original(self, tokens, rows=rows, parents=parents)
         positions, _, padded_rows = self._padded(max(map(len, tokens)), rows)
         if wrong(self, positions, padded_rows):
             logits += np.float32(1e-5) * (1 + positions)

@@ -25,6 +25,7 @@ class Scripted:
     """A proposer that says what it is told: `script(committed, limit)`."""
 
     name = "scripted"
+    needs_features = False
 
     def __init__(self, script) -> None:
         self._script = script

@@ -160,11 +160,11 @@ def test_an_error_at_any_run(
         run = ModelSession.run_batch
         calls = [0]
 
-        def fail(self: ModelSession, tokens: Any, *, rows: int, run=run, calls=calls, failing=failing) -> Any:
+        def fail(self: ModelSession, tokens: Any, *, run=run, calls=calls, failing=failing, **options: Any) -> Any:
             calls[0] += 1
             if calls[0] == failing:
                 raise error
-            return run(self, tokens, rows=rows)
+            return run(self, tokens, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(ModelSession, "run_batch", fail)
@@ -196,11 +196,11 @@ def test_an_interrupt_between_verify_and_rewind(
         calls = [0]
         original = getattr(Chooser, place)
 
-        def interrupt(self: Chooser, *args: Any, original=original, calls=calls, interrupted=interrupted) -> Any:
+        def interrupt(self: Chooser, *args: Any, original=original, calls=calls, interrupted=interrupted, **kw) -> Any:
             calls[0] += 1
             if calls[0] == interrupted:
                 raise KeyboardInterrupt
-            return original(self, *args)
+            return original(self, *args, **kw)
 
         with monkeypatch.context() as patch:
             patch.setattr(Chooser, place, interrupt)
@@ -224,8 +224,8 @@ def test_logits_that_are_no_numbers(engine: Engine, monkeypatch: pytest.MonkeyPa
     whole = engine.generate(PROMPT, method="none", max_tokens=20, **RAW)
     run = ModelSession.run
 
-    def broken(self: ModelSession, tokens: Sequence[int], *, rows: int) -> Any:
-        logits = run(self, tokens, rows=rows)
+    def broken(self: ModelSession, tokens: Sequence[int], *, rows: int, parents: Any = None) -> Any:
+        logits = run(self, tokens, rows=rows, parents=parents)
         logits[:] = float("nan")
         return logits
 
@@ -274,10 +274,10 @@ def test_a_cancel_during_the_prefill_ends_after_its_chunk(engine: Engine, monkey
     runs: list[int] = []
     run = engine.target.run
 
-    def watched(tokens: Sequence[int], *, rows: int) -> Any:
+    def watched(tokens: Sequence[int], *, rows: int, parents: Any = None) -> Any:
         runs.append(len(tokens))
         stream.cancel()
-        return run(tokens, rows=rows)
+        return run(tokens, rows=rows, parents=parents)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.target, "run", watched)

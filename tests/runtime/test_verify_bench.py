@@ -81,8 +81,8 @@ def test_verify_finds_logits_that_depend_on_the_width(engine: Engine, monkeypatc
     target = engine.target
     bias = np.random.default_rng(1).standard_normal(288).astype(np.float32)
 
-    def faulty(self: ModelSession, tokens: Sequence[Sequence[int]], *, rows: int) -> np.ndarray:
-        logits = run(self, tokens, rows=rows)
+    def faulty(self: ModelSession, tokens: Sequence[Sequence[int]], *, rows: int, parents: Any = None) -> np.ndarray:
+        logits = run(self, tokens, rows=rows, parents=parents)
         if self is target and rows > 1:
             logits[..., :] += bias
         return logits
@@ -96,11 +96,12 @@ def test_verify_finds_logits_that_depend_on_the_width(engine: Engine, monkeypatc
 def test_verify_finds_a_loop_that_accepts_everything(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from specrun.runtime import chooser
     from specrun.runtime.acceptance import Outcome
+    from specrun.runtime.proposal import Proposal
 
-    def gullible(drafts: Sequence[int], choose: Any) -> Outcome:
-        return Outcome(len(drafts), choose(len(drafts)), "bonus")
+    def gullible(proposal: Proposal, step: Any, ends: Any) -> Outcome:
+        return Outcome(tuple(range(len(proposal))), step(len(proposal) - 1, ()).token, "bonus")
 
-    monkeypatch.setattr(chooser, "match_chain", gullible)
+    monkeypatch.setattr(chooser, "accept_tree", gullible)
     found = [case for case in cases(engine, draft_lengths=(4,)) if case.sampling == "greedy" and case.draft_length]
     assert not any(case.equal for case in found if case.method == "draft")
 
