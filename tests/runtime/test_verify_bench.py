@@ -57,16 +57,18 @@ FAULT = re.compile(
 
 def test_verify_finds_a_cache_that_does_not_rewind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollback that leaves rejected draft tokens standing: found, with position and gap."""
-    rewind = KVCache.rewind_to
+    keep = KVCache.keep_path
 
-    def lazy(self: KVCache, length: int, row: int = 0) -> None:
-        rewind(self, length, row)
-        if length > 60:  # the rejected token's entry stays in place of the right one
+    def lazy(self: KVCache, row: int, start: int, nodes: Sequence[int]) -> None:
+        before = self.lengths[row]
+        keep(self, row, start, nodes)
+        length = self.lengths[row]
+        if 60 < length < before:  # the rejected token's entry stays in place of the right one
             for value in self.values:
                 value.numpy()[row, :, length - 1] = value.numpy()[row, :, length]
 
     with monkeypatch.context() as patch:
-        patch.setattr(KVCache, "rewind_to", lazy)
+        patch.setattr(KVCache, "keep_path", lazy)
         found = [case for case in cases(engine, draft_lengths=(4,)) if not case.equal]
     assert found
     for case in found:
