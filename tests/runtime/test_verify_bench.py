@@ -74,7 +74,7 @@ def test_verify_finds_a_cache_that_does_not_rewind(engine: Engine, monkeypatch: 
     for case in found:
         assert case.difference is not None
     matched = [FAULT.match(str(case.difference)) for case in found]
-    assert any(match and 1 <= int(match[1]) <= 24 and float(match[2]) >= 0 for match in matched)
+    assert any(match and 1 <= int(match[1]) <= 24 for match in matched)
     assert all(case.equal for case in cases(engine, draft_lengths=(4,)))
 
 
