@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -12,6 +11,7 @@ import onnx_ir as ir
 from specrun.export.config import ModelConfig
 from specrun.export.fidelity import TEXT, measure_fidelity
 from specrun.export.graph import build_target, feature_taps
+from specrun.export.graph_builder import tensor_specs
 from specrun.export.quantize import DEFAULT_BLOCKS, check_precision
 from specrun.export.tokenizer import TokenizerFiles, tokenizer_files
 from specrun.export.weight_file import WeightFile
@@ -19,7 +19,7 @@ from specrun.export.weight_store import SPARE_POSITIONS, store_weights
 from specrun.export.weights import open_weights
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.layout import Bundle
-from specrun.models_cache.manifest import FeaturesSpec, GraphSpec, KVSpec, Manifest, Sizes, SourceInfo, TensorSpec
+from specrun.models_cache.manifest import FeaturesSpec, GraphSpec, KVSpec, Manifest, Sizes, SourceInfo
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.models_cache.sources import FetchedSource, fetch_source
 from specrun.models_cache.store import bundle_or_build
@@ -107,7 +107,7 @@ def write_bundle(
         for graph_name, (graph_file, ragged, requires) in VARIANTS.items():
             model = build_target(config, stored, file, ragged=ragged, taps=taps)
             ir.save(model, folder / graph_file)
-            inputs, outputs = _specs(model.graph.inputs), _specs(model.graph.outputs)
+            inputs, outputs = tensor_specs(model.graph.inputs), tensor_specs(model.graph.outputs)
             max_batch = None if ragged else 1
             graphs[graph_name] = GraphSpec(graph_file, (DATA_FILE,), requires, max_batch, inputs, outputs)
     _write_tokenizer(folder, tokenizer)
@@ -162,14 +162,3 @@ def _sizes(config: ModelConfig, tokenizer: TokenizerFiles) -> Sizes:
         tokens=tokenizer.tokens,
         context=config.context,
     )
-
-
-def _specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
-    specs = []
-    for value in values:
-        assert value.name is not None
-        assert value.dtype is not None
-        assert value.shape is not None
-        shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
-        specs.append(TensorSpec(value.name, str(value.dtype.numpy()), shape))
-    return tuple(specs)

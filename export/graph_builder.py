@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from specrun.export.weight_file import Stored, WeightFile
 from specrun.export.weight_store import StoredLinear, StoredMatrix
+from specrun.models_cache.manifest import TensorSpec
 
 OPSET = 23
 IR_VERSION = 10
@@ -159,3 +161,15 @@ class GraphBuilder:
             name=name,
         )
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="specrun")
+
+
+def tensor_specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
+    """Inputs or outputs of a graph as a manifest describes them."""
+    specs = []
+    for value in values:
+        assert value.name is not None
+        assert value.dtype is not None
+        assert value.shape is not None
+        shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
+        specs.append(TensorSpec(value.name, str(value.dtype.numpy()), shape))
+    return tuple(specs)

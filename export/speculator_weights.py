@@ -124,31 +124,41 @@ def quantized(name: str, weight: NDArray[np.float32]) -> dict[str, Tensor]:
     return {f"{name}.codes": codes, f"{name}.scales": scales}
 
 
-def write_speculator(folder: Path, speculator: Speculator) -> None:
-    """Write both files into `folder`, which is made; each appears whole.
+def encode_speculator(speculator: Speculator) -> dict[str, bytes]:
+    """The contents of both files, by name; the same for the same speculator.
 
     Raises IntegrityError where `read_speculator` would refuse them.
     """
     from safetensors.numpy import save
 
     shapes = {name: (_type_name(name, array), tuple(array.shape)) for name, array in speculator.tensors.items()}
-    _check_name(str(folder), speculator.name)
+    where = f"speculator {speculator.name}"
+    _check_name(where, speculator.name)
     try:
         _check(speculator, shapes)
     except StrictJsonError as error:
-        raise IntegrityError(f"The speculator {speculator.name} is not valid: {error}.") from None
-    _check_values(str(folder), speculator)
+        raise IntegrityError(f"The {where} is not valid: {error}.") from None
+    _check_values(where, speculator)
     header = {item.name: getattr(speculator, item.name) for item in dataclasses.fields(speculator)}
     del header["tensors"]
     for key in ("target", "config"):
         header[key] = dataclasses.asdict(header[key])
     text = json.dumps({"format": FORMAT, **header}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
     data = save({name: np.ascontiguousarray(array) for name, array in sorted(speculator.tensors.items())})
-    for file, content in ((TENSORS_NAME, data), (JSON_NAME, text.encode("utf-8"))):
-        part = folder / f"{file}.part"
+    return {TENSORS_NAME: data, JSON_NAME: text.encode("utf-8")}
+
+
+def write_speculator(folder: Path, speculator: Speculator) -> None:
+    """Write both files into `folder`, which is made; each appears whole.
+
+    Raises IntegrityError where `read_speculator` would refuse them.
+    """
+    files = encode_speculator(speculator)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        part = folder / f"{name}.part"
         part.write_bytes(content)
-        os.replace(part, folder / file)
+        os.replace(part, folder / name)
 
 
 def read_speculator(folder: Path) -> Speculator:

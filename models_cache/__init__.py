@@ -53,6 +53,15 @@ from specrun.models_cache.manifest import (
 )
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.models_cache.sources import REGISTRY, FetchedSource, RegistryRow, fetch_source
+from specrun.models_cache.speculator import (
+    InstalledSpeculator,
+    SpeculatorEntry,
+    SpeculatorManifest,
+    SpeculatorSizes,
+    find_speculator,
+    remove_speculator,
+    scan_speculators,
+)
 from specrun.models_cache.store import Staging, bundle_or_build, hold_lock, new_bundle, remove_bundle
 
 __all__ = [
@@ -68,6 +77,7 @@ __all__ = [
     "Fidelity",
     "FileInfo",
     "GraphSpec",
+    "InstalledSpeculator",
     "IntegrityError",
     "KVSpec",
     "Manifest",
@@ -81,6 +91,9 @@ __all__ = [
     "SourceInfo",
     "SpecialIds",
     "SpecrunError",
+    "SpeculatorEntry",
+    "SpeculatorManifest",
+    "SpeculatorSizes",
     "Staging",
     "TensorSpec",
     "UnsupportedModelError",
@@ -94,6 +107,7 @@ __all__ = [
     "check_weights_folder",
     "fetch_source",
     "find_bundle",
+    "find_speculator",
     "hold_lock",
     "list_bundles",
     "load_bundle",
@@ -105,8 +119,10 @@ __all__ = [
     "refuse_lfs_pointer",
     "refuse_pickle",
     "remove_bundle",
+    "remove_speculator",
     "require_intact",
     "scan_bundles",
+    "scan_speculators",
     "sha256_file",
     "sources_dir",
     "verify_bundle",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specrun.models_cache.errors import IntegrityError, ManifestError
-from specrun.models_cache.manifest import Manifest, check_name_inside, leaves_bundle
+from specrun.models_cache.manifest import Listed, Manifest, check_name_inside, leaves_bundle
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.models_cache.strictjson import StrictJsonError, parse_object
 
@@ -48,7 +48,7 @@ def sha256_file(path: Path, progress: Progress = no_progress, label: str | None 
     return digest.hexdigest()
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> list[Problem]:
+def check_sizes(folder: Path, manifest: Listed) -> list[Problem]:
     """Compare presence, kind and size of every file with the manifest, without reading any."""
     problems = []
     for name, info in manifest.files.items():
@@ -71,17 +71,32 @@ def check_sizes(folder: Path, manifest: Manifest) -> list[Problem]:
 
 
 def verify_bundle(bundle: Bundle, progress: Progress = no_progress) -> list[Problem]:
-    """Read every file of a bundle, compare sizes and digests with the manifest, and return what differs.
+    """Read every file of a bundle and of its speculators, compare sizes and digests, and return what differs.
 
-    An empty list says that the bundle is intact.
+    An empty list says that the bundle is intact. Files of a speculator are named from the bundle's folder.
     """
-    problems = check_sizes(bundle.path, bundle.manifest)
+    from specrun.models_cache.speculator import SPECULATORS, scan_speculators  # it imports this module
+
+    problems = verify_files(bundle.path, bundle.manifest, progress)
+    for entry in scan_speculators(bundle, check=False):
+        within = f"{SPECULATORS}/{entry.name}"
+        if entry.speculator is None:
+            problems.append(Problem(within, entry.problem or "cannot be read"))
+            continue
+        found = verify_files(entry.path, entry.speculator.manifest, progress)
+        problems += [Problem(f"{within}/{problem.file}", problem.message) for problem in found]
+    return problems
+
+
+def verify_files(folder: Path, manifest: Listed, progress: Progress = no_progress) -> list[Problem]:
+    """Read every file that a manifest lists and return what differs from it."""
+    problems = check_sizes(folder, manifest)
     bad = {problem.file for problem in problems}
-    for name, info in bundle.manifest.files.items():
+    for name, info in manifest.files.items():
         if name in bad:
             continue
         try:
-            digest = sha256_file(bundle.path / name, progress)
+            digest = sha256_file(folder / name, progress)
         except OSError as error:
             problems.append(Problem(name, f"cannot be read ({error.strerror})"))
             continue

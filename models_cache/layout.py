@@ -1,6 +1,6 @@
 """Where things live below the cache root, and how a bundle is found there.
 
-    ROOT/models/NAME/     one bundle each
+    ROOT/models/NAME/     one bundle each; its speculators in speculators/NAME/
     ROOT/sources/         weights taken from the package index, named by their sha256
     ROOT/calibration/     what probes of this machine found
     ROOT/locks/           one lock file per name; they stay, as removing them would be a race
@@ -18,10 +18,14 @@ import os
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specrun.models_cache.errors import IntegrityError, ManifestError, ModelNotFoundError, UsageError
 from specrun.models_cache.integrity import check_sizes, problems_error
 from specrun.models_cache.manifest import MANIFEST_NAME, Manifest, check_links, read_manifest
+
+if TYPE_CHECKING:
+    from specrun.models_cache.speculator import InstalledSpeculator
 
 REPLACED = "replaced"
 _MAX_NAME_BYTES = 128
@@ -48,6 +52,12 @@ class Bundle:
         names = {name for graph in self.manifest.graphs.values() for name in (graph.file, *graph.data)}
         lines = [f"{name} {self.manifest.files[name].sha256}" for name in sorted(names)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def speculators(self) -> list[InstalledSpeculator]:
+        """The sound speculators that belong to these graphs, by name; `scan_speculators` lists the others too."""
+        from specrun.models_cache.speculator import scan_speculators  # it imports this module
+
+        return [entry.speculator for entry in scan_speculators(self) if entry.speculator is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from specrun.models_cache.errors import ManifestError
 from specrun.models_cache.strictjson import StrictJsonError, decode, parse_object
@@ -19,6 +20,8 @@ MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_FILE_BYTES = 1 << 42
 MAX_SIZE = (1 << 31) - 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,13 @@ class FileInfo:
     sha256: str
 
 
+class Listed(Protocol):
+    """A manifest that names files with their sizes and digests."""
+
+    @property
+    def files(self) -> Mapping[str, FileInfo]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything that the runtime must know of a bundle."""
@@ -143,7 +153,7 @@ class Manifest:
             value = parse_object(text)
             version = value.get("schema_version")
             if version != SCHEMA_VERSION or type(version) is not int:
-                raise ManifestError(_other_version(version))
+                raise ManifestError(other_version(version, SCHEMA_VERSION))
             manifest: Manifest = decode(cls, value)
         except StrictJsonError as error:
             raise ManifestError(f"{MANIFEST_NAME} is not valid: {error}; export the model again") from None
@@ -151,14 +161,15 @@ class Manifest:
         return manifest
 
 
-def _other_version(version: Any) -> str:
-    if type(version) is int and version > SCHEMA_VERSION:
+def other_version(version: Any, known: int) -> str:
+    """What is wrong with a schema version, and the fix."""
+    if type(version) is int and version > known:
         return (
-            f"{MANIFEST_NAME} has schema version {version} and this specrun reads {SCHEMA_VERSION}; "
+            f"{MANIFEST_NAME} has schema version {version} and this specrun reads {known}; "
             "update specrun, or export the model again with this version"
         )
     return (
-        f"{MANIFEST_NAME} has schema version {json.dumps(version)} and this specrun reads {SCHEMA_VERSION}; "
+        f"{MANIFEST_NAME} has schema version {json.dumps(version)} and this specrun reads {known}; "
         "export the model again"
     )
 
@@ -178,19 +189,27 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
     Raises ManifestError as `load_manifest` does.
     """
+    return read_manifest_file(folder, Manifest.from_json)
+
+
+def read_manifest_file(folder: Path, parse: Callable[[str], T], kind: str = "bundle") -> tuple[T, str]:
+    """What `parse` makes of the text of `folder`'s manifest.json, and the sha256 (hex) of its bytes.
+
+    Raises ManifestError naming the folder: absent, unreadable, too large, not UTF-8, or refused by `parse`.
+    """
     path = folder / MANIFEST_NAME
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_MANIFEST_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
-        raise ManifestError(f"{folder} holds no {MANIFEST_NAME}, so it is no bundle; export the model again") from None
+        raise ManifestError(f"{folder} holds no {MANIFEST_NAME}, so it is no {kind}; export the model again") from None
     except OSError as error:
         reason = error.strerror or error
         raise ManifestError(f"{path} cannot be read ({reason}); check the permissions of the folder") from error
     try:
         if len(data) > MAX_MANIFEST_BYTES:
             raise ManifestError(f"{MANIFEST_NAME} is larger than {MAX_MANIFEST_BYTES} bytes; export the model again")
-        manifest = Manifest.from_json(data.decode("utf-8"))
+        manifest = parse(data.decode("utf-8"))
     except UnicodeDecodeError:
         raise ManifestError(f"{path} is not UTF-8 text; export the model again") from None
     except ManifestError as error:
@@ -230,7 +249,7 @@ def leaves_bundle(folder: Path, name: str) -> bool:
         return True
 
 
-def check_links(folder: Path, manifest: Manifest) -> None:
+def check_links(folder: Path, manifest: Listed) -> None:
     """Check that no file or folder that the manifest names leaves `folder` through a symbolic link.
 
     Raises ManifestError.
@@ -249,50 +268,60 @@ def check_manifest(manifest: Manifest) -> None:
         raise ManifestError(f"{MANIFEST_NAME}: the name is empty; export the model again")
     if not manifest.name.isprintable() or "/" in manifest.name:
         raise ManifestError(f"{MANIFEST_NAME}: {manifest.name!r} cannot name a model; export the model again")
-    for name, info in manifest.files.items():
+    check_files(manifest.files, manifest.graphs)
+    _check_numbers(manifest)
+    for name, digest in manifest.source.files.items():
+        check_digest(f"source file {name}", digest)
+
+
+def check_files(files: Mapping[str, FileInfo], graphs: Mapping[str, GraphSpec]) -> None:
+    """Check names, sizes and digests of `files`, and that every file of a graph is among them.
+
+    Raises ManifestError.
+    """
+    for name, info in files.items():
         check_name_inside(name, "files")
         if name == MANIFEST_NAME:
             raise ManifestError(f"files lists {MANIFEST_NAME} itself; export the model again")
-        _check_range(f"size of {name}", info.size, 1, MAX_FILE_BYTES)
-        _check_digest(name, info.sha256)
-    for label, graph in manifest.graphs.items():
+        check_range(f"size of {name}", info.size, 1, MAX_FILE_BYTES)
+        check_digest(name, info.sha256)
+    for label, graph in graphs.items():
         for name in (graph.file, *graph.data):
             check_name_inside(name, f"graph {label!r}")
-            if name not in manifest.files:
+            if name not in files:
                 raise ManifestError(f"graph {label!r} uses {name}, which files does not list; export the model again")
         if graph.max_batch is not None:
-            _check_range(f"max_batch of graph {label!r}", graph.max_batch, 1, MAX_SIZE)
-    _check_numbers(manifest)
-    for name, digest in manifest.source.files.items():
-        _check_digest(f"source file {name}", digest)
+            check_range(f"max_batch of graph {label!r}", graph.max_batch, 1, MAX_SIZE)
 
 
 def _check_numbers(manifest: Manifest) -> None:
     for entry in dataclasses.fields(Sizes):
-        _check_range(f"sizes.{entry.name}", getattr(manifest.sizes, entry.name), 1, MAX_SIZE)
-    _check_range("sizes.tokens", manifest.sizes.tokens, 1, manifest.sizes.vocabulary)
-    _check_range("kv.positions", manifest.kv.positions, manifest.sizes.context, MAX_SIZE)
+        check_range(f"sizes.{entry.name}", getattr(manifest.sizes, entry.name), 1, MAX_SIZE)
+    check_range("sizes.tokens", manifest.sizes.tokens, 1, manifest.sizes.vocabulary)
+    check_range("kv.positions", manifest.kv.positions, manifest.sizes.context, MAX_SIZE)
     if manifest.kv.window is not None:
-        _check_range("kv.window", manifest.kv.window, 1, MAX_SIZE)
+        check_range("kv.window", manifest.kv.window, 1, MAX_SIZE)
     if manifest.features is not None:
         taps = manifest.features.taps
         if not taps or list(taps) != sorted(set(taps)):
             raise ManifestError("features.taps must be ascending layers, each once; export the model again")
         for tap in taps:
-            _check_range("features.taps", tap, 0, manifest.sizes.layers)
+            check_range("features.taps", tap, 0, manifest.sizes.layers)
     ids = manifest.special_ids
     for number in (ids.bos, ids.pad, *ids.eos):
         if number is not None:
-            _check_range("special_ids", number, 0, manifest.sizes.vocabulary - 1)
+            check_range("special_ids", number, 0, manifest.sizes.vocabulary - 1)
     for width in manifest.widths_validated:
-        _check_range("widths_validated", width, 1, MAX_SIZE)
+        check_range("widths_validated", width, 1, MAX_SIZE)
 
 
-def _check_range(what: str, number: int, low: int, high: int) -> None:
+def check_range(what: str, number: int, low: int, high: int) -> None:
+    """Raise ManifestError unless low <= number <= high."""
     if not low <= number <= high:
         raise ManifestError(f"{what} is {number} and must lie between {low} and {high}; export the model again")
 
 
-def _check_digest(what: str, digest: str) -> None:
+def check_digest(what: str, digest: str) -> None:
+    """Raise ManifestError unless `digest` is a sha256 in lower-case hex."""
     if _SHA256.fullmatch(digest) is None:
         raise ManifestError(f"the sha256 of {what} is not 64 lower-case hex digits; export the model again")

@@ -39,34 +39,51 @@ _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
 
 
 class Staging:
-    """A folder in which a bundle is written; `finish` makes it visible."""
+    """A folder in which a bundle is written; `finish` makes it visible.
+
+    path: the folder, target: where it goes, base: the folder that errors of the disk are told of.
+    """
 
     def __init__(self, name: str, path: Path, target: Path, base: Path, progress: Progress) -> None:
         self.name = name
         self.path = path
-        self._target = target
-        self._base = base
-        self._progress = progress
+        self.target = target
+        self.base = base
+        self.progress = progress
 
     def finish(self, manifest: Manifest) -> Bundle:
         """Hash all files, write the manifest last with `name` and `files` filled in, verify, and rename into place.
 
         Raises IntegrityError for links, empty and special files; ManifestError; CacheError.
         """
-        with cache_errors(self._base):
-            files = {name: self._seal(name) for name in self._names()}
-            manifest = dataclasses.replace(manifest, name=self.name, files=files)
-            path = self.path / MANIFEST_NAME
-            with path.open("w", encoding="utf-8", newline="\n") as stream:
-                stream.write(manifest_to_json(manifest))
-                stream.flush()
-                os.fsync(stream.fileno())
-            for folder in {(self.path / name).parent for name in files} | {self.path}:
-                _sync(folder)
+        with cache_errors(self.base):
+            manifest = dataclasses.replace(manifest, name=self.name, files=self.seal())
+            self.write_manifest(manifest_to_json(manifest))
             load_bundle(self.path)
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            _publish(self.path, self._target)
-            return load_bundle(self._target)
+            self.publish()
+            return load_bundle(self.target)
+
+    def seal(self) -> dict[str, FileInfo]:
+        """Size and digest of every file, which is on the disk then."""
+        files = {}
+        for name in self._names():
+            files[name] = self._seal(name)
+            _sync((self.path / name).parent)
+        return files
+
+    def write_manifest(self, text: str) -> None:
+        """Write manifest.json, the last file."""
+        path = self.path / MANIFEST_NAME
+        with path.open("w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(self.path)
+
+    def publish(self) -> None:
+        """Rename the folder into place, replacing what is there."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        _publish(self.path, self.target)
 
     def _names(self) -> list[str]:
         names = []
@@ -85,7 +102,7 @@ class Staging:
         size = path.stat().st_size
         if size == 0:
             raise IntegrityError(f"{path} is empty; a bundle holds no empty files, so leave it out")
-        digest = sha256_file(path, self._progress, f"hashing {name}")
+        digest = sha256_file(path, self.progress, f"hashing {name}")
         _sync(path)
         return FileInfo(size, digest)
 
@@ -178,15 +195,48 @@ def new_bundle(
             _clear(home, target)
             if output is None:
                 _clear_others(root, name)
-            path = home / uuid.uuid4().hex
-            path.mkdir(parents=True)
-        try:
-            with cache_errors(base, within=path):
-                yield Staging(name, path, target, base, progress)
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                home.rmdir()
+        with _staged(home, base) as path:
+            yield Staging(name, path, target, base, progress)
+
+
+@contextmanager
+def _staged(home: Path, base: Path) -> Iterator[Path]:
+    """A new folder below `home`, gone afterwards unless it was renamed."""
+    path = home / uuid.uuid4().hex
+    with cache_errors(base):
+        path.mkdir(parents=True)
+    try:
+        with cache_errors(base, within=path):
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            home.rmdir()
+
+
+@contextmanager
+def bundle_part(
+    bundle: Bundle, part: str, progress: Progress = no_progress, lock_timeout: float | None = None
+) -> Iterator[Staging]:
+    """Take the lock of a bundle and yield a staging folder for `part` of it ("speculators/medusa").
+
+    Nothing becomes visible unless its `publish` is called. Raises CacheError, also where the bundle is gone meanwhile.
+    """
+    root = cache_root()
+    cached = bundle.path.parent == Path(os.path.abspath(models_dir(root)))
+    target, home, lock = _places(bundle.path.name, root, None if cached else bundle.path)
+    base = root if cached else target.parent
+    with hold_lock(lock, progress, lock_timeout):
+        with cache_errors(base):
+            _clear(home, target)
+        found = _sound(target)
+        if found is None or found.target_digest != bundle.target_digest:
+            raise CacheError(f"{target} was removed or replaced by another specrun meanwhile; try again")
+        # A level down: what is moved aside there must not be taken for the bundle itself.
+        with _staged(home / "part", base) as path:
+            yield Staging(part.rsplit("/", 1)[-1], path, target / part, base, progress)
+        with contextlib.suppress(OSError):
+            home.rmdir()
 
 
 def _places(name: str, root: Path, output: Path | None) -> tuple[Path, Path, Path]:
@@ -289,3 +339,16 @@ def remove_bundle(name: str, root: Path | None = None, *, lock_timeout: float | 
             litter = home / f"removed-{uuid.uuid4().hex}"
             os.rename(target, litter)
         shutil.rmtree(home, ignore_errors=True)
+
+
+def remove_bundle_part(bundle: Bundle, part: str, *, lock_timeout: float | None = None) -> None:
+    """Remove a folder of a bundle that its manifest does not list, so that it is gone at once or still whole.
+
+    Raises ModelNotFoundError when it is not there; CacheError.
+    """
+    with bundle_part(bundle, part, lock_timeout=lock_timeout) as staging:
+        if not staging.target.exists():
+            raise ModelNotFoundError(f"{bundle.manifest.name} has no {part} to remove")
+        os.rename(staging.target, staging.path / "removed")
+        with contextlib.suppress(OSError):
+            staging.target.parent.rmdir()

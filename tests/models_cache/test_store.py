@@ -30,12 +30,12 @@ def litter(home: Path) -> list[Path]:
 def test_a_new_bundle(home: Path) -> None:
     seen = []
     with new_bundle("my model", progress=lambda label, done, total: seen.append(label)) as staging:
-        (staging.path / "speculators" / "medusa").mkdir(parents=True)
-        (staging.path / "speculators" / "medusa" / "heads.onnx").write_bytes(b"heads")
+        (staging.path / "parts" / "medusa").mkdir(parents=True)
+        (staging.path / "parts" / "medusa" / "heads.onnx").write_bytes(b"heads")
         bundle = staging.finish(write_files(staging.path))
     assert bundle.path == home / "models" / "my model"
     assert bundle.manifest.name == "my model"
-    assert sorted(bundle.manifest.files) == ["speculators/medusa/heads.onnx", "target.onnx", "target.onnx.data"]
+    assert sorted(bundle.manifest.files) == ["parts/medusa/heads.onnx", "target.onnx", "target.onnx.data"]
     assert verify_bundle(bundle) == []
     assert find_bundle("my model") == bundle
     assert "hashing target.onnx.data" in seen
