@@ -5,7 +5,7 @@ without penalties never come here; they take `greedy_tokens`.
 
 Random numbers are Philox4x64-10 (Salmon et al. 2011) with key (seed, sample index); numpy keeps `random_raw` of this
 generator the same on every platform and release. The 256-bit counter holds, from its lowest 64-bit word: block,
-position, 0, lane; lane 0 is the coupled noise, lane 1 the stream of the rejection mode, so the two never meet.
+position, 0, lane; lane 0 is the coupled noise, 1 the stream of the rejection mode, 2 what heads draw: they never meet.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = [
     "Ids",
     "RandomStream",
     "TokenCounts",
+    "coupled_noise",
     "coupled_token",
     "distribution",
     "greedy_tokens",
@@ -292,7 +293,7 @@ def distribution(
     return _normalised(kept, weights)
 
 
-def _noise(ids: npt.NDArray[np.int64], seed: int, sample_index: int, position: int) -> npt.NDArray[np.uint64]:
+def coupled_noise(ids: npt.NDArray[np.int64], seed: int, sample_index: int, position: int) -> npt.NDArray[np.uint64]:
     """The noise of ids (ascending) at a position: u64 [n] in [0, 2**53), one place of the stream per id."""
     held = int(ids[0]) // 4 - 1  # the stream comes in blocks of four
     generator = np.random.Philox(counter=(position << _WORD) + held + 1, key=seed | sample_index << _WORD)
@@ -334,7 +335,7 @@ def coupled_token(
     with np.errstate(over="ignore"):  # noise over a vanishing probability: infinite, and never the least
         for start in range(0, ids.size, _CHUNK):
             part, p = ids[start : start + _CHUNK], probs[start : start + _CHUNK]
-            noise = _noise(part, seed, sample_index, position)
+            noise = coupled_noise(part, seed, sample_index, position)
             # E >= u, so only ids with u / p up to some E / p can win: the logarithm is taken of these few.
             scaled = noise / p
             near = int(scaled.argmin())

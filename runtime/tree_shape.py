@@ -254,8 +254,8 @@ def _main_branch(parents: Sequence[int], values: Sequence[float], first_is_main:
             longest = first[parent]
             below[parent] = values[parent] + below[longest]
     main = [False] * len(parents)
-    node = first.get(-1)
-    while node is not None:
-        main[node] = True
-        node = first.get(node)
+    top = first.get(-1)
+    while top is not None:
+        main[top] = True
+        top = first.get(top)
     return main

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.ngram_table import Agreement, Match, NgramTable
-from specrun.runtime.proposal import EMPTY, Proposal
+from specrun.runtime.proposal import Proposal
+from specrun.runtime.tree_planner import Planned
 
 Cell = tuple[int, Agreement]
 
@@ -40,7 +41,8 @@ class NgramProposer:
         self._table = table
         self._planner = planner
         self._estimate = estimate
-        self._cells: list[Cell] = []
+        self._cells: list[Cell] = []  # of the match that was planned with last
+        self._tokens: tuple[int, ...] = ()
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Begin a request."""
@@ -52,17 +54,25 @@ class NgramProposer:
 
     def propose(self, context: Sequence[int], limit: int) -> Proposal:
         """At most `limit` tokens after the longest match; EMPTY without one, or where it would not pay."""
+        return self.plan(context, limit).proposal
+
+    def plan(self, context: Sequence[int], limit: int) -> Planned:
+        """As `propose`, with what it is worth."""
         self._table.extend(context[len(self._table) :])
         match = self._table.lookup(limit)
-        if match is None or not match.tokens:
-            return EMPTY
-        cells = _cells(match)
-        count = self._planner.choose(map(self._estimate.chance, cells), len(match.tokens))
-        if not count:
-            self._estimate.fade(cells[0])
-            return EMPTY
-        self._cells = cells
-        return Proposal(match.tokens[:count], "deterministic")
+        self._cells = _cells(match) if match is not None else []
+        self._tokens = match.tokens if match is not None else ()
+        plan = self._planner.plan(map(self._estimate.chance, self._cells), len(self._tokens))
+        if not plan.count and self._cells:
+            self._estimate.fade(self._cells[0])
+        return Planned(Proposal(self._tokens[: plan.count], "deterministic"), plan.expected, plan.seconds)
+
+    def learn_from(self, tokens: Sequence[int]) -> None:
+        """Learn from what followed the context of the last plan, whether or not it was proposed."""
+        for cell, ours, theirs in zip(self._cells, self._tokens, tokens, strict=False):
+            self._estimate.observe(cell, ours == theirs)
+            if ours != theirs:
+                break
 
     def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
         """Learn how the last proposal fared."""

@@ -275,12 +275,12 @@ def test_coupled_token_equals_the_plain_rule():
 
 def test_noise_of_a_token_does_not_depend_on_the_support():
     rng = np.random.default_rng(7)
-    row = sampling._noise(np.arange(30_000), 5, 6, 7)
+    row = sampling.coupled_noise(np.arange(30_000), 5, 6, 7)
     for count in (1, 2, 5, 17, 29, 31, 500):
         ids = np.sort(rng.choice(30_000, count, replace=False))
-        np.testing.assert_array_equal(sampling._noise(ids, 5, 6, 7), row[ids])
+        np.testing.assert_array_equal(sampling.coupled_noise(ids, 5, 6, 7), row[ids])
     near = np.array([28_000, 28_001, 28_002, 28_003, 28_004, 28_007])
-    np.testing.assert_array_equal(sampling._noise(near, 5, 6, 7), row[near])
+    np.testing.assert_array_equal(sampling.coupled_noise(near, 5, 6, 7), row[near])
 
 
 def test_a_winner_still_wins_in_any_smaller_support():

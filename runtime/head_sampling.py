@@ -1,0 +1,99 @@
+"""How a learned head draws its candidates under a request's sampling options.
+
+A head's graph takes the best of logits / T + noise. What the noise is decides what comes out:
+
+    greedy      none: the most probable tokens
+    coupled     the target's own Gumbel noise of that position: the head guesses what the target will draw with it
+    rejection   fresh Gumbel noise: the best k are k draws without replacement from softmax(logits / T), in draw order
+                (Kool et al. 2019, 'Stochastic beams and where to find them')
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrun.runtime.options import SamplingOptions
+from specrun.runtime.proposal import ProposalKind
+from specrun.runtime.sampling import Distribution, coupled_noise
+from specrun.runtime.speculator import PLAIN, Candidates, Choice
+
+_WORD: Final = 64
+_LANE_HEADS: Final = 2 << (3 * _WORD)
+_UNIT: Final = 2.0**-53
+
+
+class HeadSampling:
+    """One request's way of drawing. vocabulary: i64 [draft], the target's token of each row of the head, ascending.
+
+    `options.seed` must be set unless they are greedy.
+    """
+
+    def __init__(self, options: SamplingOptions, vocabulary: NDArray[np.int64], sample_index: int = 0) -> None:
+        self._vocabulary = vocabulary
+        self._greedy = options.greedy
+        self._temperature = 1.0 if options.greedy else options.temperature
+        self._seed, self._sample_index = options.seed or 0, sample_index
+        drawn = options.mode == "rejection" and not options.greedy
+        key = self._seed | sample_index << _WORD
+        self._stream = np.random.Philox(counter=_LANE_HEADS, key=key) if drawn else None
+
+    @property
+    def kind(self) -> ProposalKind:
+        """What proposals made so are."""
+        return "deterministic" if self._stream is None else "sampled"
+
+    @property
+    def drawn(self) -> bool:
+        """Whether candidates are draws, so that nothing may be chosen among them by what they are."""
+        return self._stream is not None
+
+    def choice(self, *positions: int) -> Choice:
+        """For rows that guess the tokens of these absolute positions; one position serves any number of rows."""
+        if self._greedy:
+            return PLAIN
+        noise = np.empty((len(positions), self._vocabulary.size), np.float32)
+        for row, position in enumerate(positions):
+            noise[row] = self._gumbel(position)
+        return Choice(1.0 / self._temperature, noise, self.drawn)
+
+    def sureness(self, candidates: Candidates, choice: Choice) -> list[list[float]]:
+        """How sure the head is of each candidate, as logarithms.
+
+        Its log-probability; with the noise that decides, that of softmax(log-probability + noise) among the candidates:
+        what lies far ahead with its noise stays ahead in the target.
+        """
+        if choice.noise is None:
+            return candidates.log_probs
+        places = self._vocabulary.searchsorted(candidates.tokens)
+        rows = np.arange(len(places))[:, None] if len(choice.noise) > 1 else 0
+        scores = np.array(candidates.log_probs) + choice.noise[rows, places]
+        scores -= scores.max(axis=1, keepdims=True)
+        sure: list[list[float]] = (scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))).tolist()
+        return sure
+
+    def _gumbel(self, position: int) -> NDArray[np.float64]:
+        """-log(E) with E = -log(1 - u): the noise whose argmax `coupled_token` finds as argmin of E / p."""
+        if self._stream is None:
+            raw = coupled_noise(self._vocabulary, self._seed, self._sample_index, position)
+        else:
+            raw = self._stream.random_raw(self._vocabulary.size) >> np.uint64(11)
+        with np.errstate(divide="ignore"):  # u = 0 wins against everything
+            row: NDArray[np.float64] = -np.log(-np.log1p(raw * -_UNIT))
+        return row
+
+    def distribution(self, logits: NDArray[np.float32]) -> Distribution:
+        """What the candidates of a row of logits f32 [draft] were drawn from, without replacement."""
+        weights = logits.astype(np.float64)
+        weights -= weights.max()
+        weights /= self._temperature
+        np.exp(weights, out=weights)
+        weights /= weights.sum()
+        mass = weights > 0.0
+        return (
+            Distribution(self._vocabulary, weights)
+            if mass.all()
+            else Distribution(self._vocabulary[mass], weights[mass])
+        )

@@ -1,0 +1,278 @@
+"""EAGLE: one layer on top of the target's features drafts token by token (Li et al. 2024, 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrun.runtime.feature_rows import Columns, FeatureRows
+from specrun.runtime.head_estimate import HeadEstimate
+from specrun.runtime.head_sampling import HeadSampling
+from specrun.runtime.proposal import EMPTY, MAX_NODES, Proposal
+from specrun.runtime.proposers.nodes import Drafted, Nodes, Outlook
+from specrun.runtime.sampling import Distribution
+from specrun.runtime.speculator import MAX_BRANCHES, PLAIN, Candidates, Choice, EagleSession
+from specrun.runtime.tree_planner import Planned, TreePlanner
+from specrun.runtime.tree_shape import TreeShape
+
+CHUNK = 256  # slots written in one run
+KEPT_ROWS = 64  # features held beyond those that a slot was written from, for slots that must be written again
+RESHAPE_AFTER = 64  # candidates judged until the shape for draws is chosen anew
+DEEPEST_SHAPE = 6  # of a shape for draws
+
+
+@dataclass(frozen=True, slots=True)
+class EagleCosts:
+    """Seconds of writing the first slot of a round, and of a level with 1, 2, .. nodes."""
+
+    append: float
+    levels: Sequence[float]
+
+    def level(self, nodes: int) -> float:
+        """Seconds of a level with so many nodes."""
+        return self.levels[min(nodes, len(self.levels)) - 1] * max(1.0, nodes / len(self.levels))
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The candidates of one run, a row for each node that was drafted on; `q` where they are draws."""
+
+    tokens: list[list[int]]
+    sureness: list[list[float]]
+    q: list[Distribution] | None
+
+
+class EagleProposer:
+    """Slots of the head's cache stand for positions of the context: slot i holds feature i and token i + 1.
+
+    A round writes the slots that are new, which gives the candidates for the next token, then drafts level by level
+    from the head's own outputs as long as a further level pays, and drops these levels again. Rounds without this
+    proposer only leave more slots to write. `known`: the tokens behind the cache's slots from the request before.
+
+    Draws (the rejection rule) may not be chosen by what they are: they fill the shape that is best on average.
+    """
+
+    name = "eagle"
+    needs_features = True
+
+    def __init__(
+        self,
+        session: EagleSession,
+        columns: Columns,
+        sampling: HeadSampling,
+        planner: TreePlanner,
+        estimate: HeadEstimate,
+        outlook: Outlook,
+        *,
+        costs: EagleCosts,
+        positions: int,
+        known: Sequence[int],
+    ) -> None:
+        """columns: of the target's features, those that the head reads. positions: the most slots."""
+        self._session = session
+        self._features = FeatureRows(columns)
+        self._sampling = sampling
+        self._planner = planner
+        self._estimate = estimate
+        self._outlook = outlook
+        self._costs = costs
+        self._positions = positions
+        self._known = known
+        self._prompt: list[int] = []
+        self._drafted = Drafted()
+        self._shape: tuple[int, int, TreeShape] | None = None  # its depth limit, candidates seen by then
+
+    def start(self, prompt_tokens: Sequence[int]) -> None:
+        """Keep the slots that this prompt shares."""
+        self._prompt = list(prompt_tokens)
+        self._session.rewind_to(slots_held(self._session, self._known, prompt_tokens))
+        self._features.clear(self._session.length)
+
+    def take_features(self, position: int, features: NDArray[np.float32]) -> None:
+        """Keep them until their slots are written; a long prompt's are written as they come."""
+        session = self._session
+        if position < session.length:
+            session.rewind_to(position)
+        self._features.take(position, features)
+        while self._features.end - session.length >= CHUNK and session.length + CHUNK < len(self._prompt):
+            self._write(self._prompt, session.length + CHUNK)
+
+    def propose(self, context: Sequence[int], limit: int) -> Proposal:
+        """What the head drafts, as far as it pays."""
+        return EMPTY if self.waits() else self.plan(context, limit).proposal
+
+    @property
+    def chosen_blindly(self) -> bool:
+        """Whether the candidates are draws."""
+        return self._sampling.drawn
+
+    def waits(self) -> bool:
+        """Whether the head did not pay of late."""
+        return self._planner.fixed is None and self._outlook.waits()
+
+    def outlook(self, context: Sequence[int], limit: int) -> tuple[float, float]:
+        """(tokens a second of late, spread)."""
+        return self._outlook.expect(self._best_shape(max(limit, 1)).rate)
+
+    def plan(self, context: Sequence[int], limit: int) -> Planned:
+        """Write the new slots and draft."""
+        slots = len(context) - 1
+        limit = min(limit, self._room(slots))
+        if limit <= 0 or slots <= 0 or self._features.end < slots:
+            return Planned(EMPTY, 1.0, self._planner.costs[0])
+        if self._session.length >= slots:  # its outputs are needed again
+            self._session.rewind_to(slots - 1)
+        while slots - self._session.length > CHUNK:
+            self._write(context, self._session.length + CHUNK)
+        choice = self._sampling.choice(len(context))
+        length = self._session.length
+        rows = self._features.rows(length, slots)
+        first = self._level(self._session.append(rows, context[length + 1 :], choice), choice)
+        self._features.forget_before(slots - KEPT_ROWS)
+        try:
+            if self._sampling.drawn or self._planner.fixed is not None:
+                planned = self._fill(first, self._best_shape(limit), len(context))
+            else:
+                planned = self._grow(first, limit, len(context))
+        finally:
+            self._session.rewind_to(slots)
+        self._outlook.note(planned, self._planner)
+        return planned
+
+    def _room(self, slots: int) -> int:
+        """The deepest draft that the head's cache has room for behind so many slots."""
+        room = self._positions - slots
+        if self._planner.fixed is not None:
+            return room
+        return room // MAX_BRANCHES if not self._sampling.drawn or room >= MAX_NODES else 0
+
+    def _level(self, candidates: Candidates, choice: Choice) -> _Level:
+        q = None
+        if candidates.logits is not None:
+            q = [self._sampling.distribution(row) for row in candidates.logits]
+        return _Level(candidates.tokens, self._sampling.sureness(candidates, choice), q)
+
+    def _write(self, tokens: Sequence[int], end: int) -> None:
+        """Write the slots up to `end` without a look at their candidates."""
+        start = self._session.length
+        self._session.append(self._features.rows(start, end), tokens[start + 1 : end + 1], PLAIN)
+        self._features.forget_before(end - KEPT_ROWS)
+
+    def _grow(self, first: _Level, limit: int, position: int) -> Planned:
+        """Draft level by level as long as it pays, then choose among all candidates."""
+        planner, session = self._planner, self._session
+        nodes = Nodes()
+        places: dict[int, int] = {-1: -1}  # of the nodes that were drafted on, as the session counts them
+        spent = self._costs.append
+        level = self._add(nodes, [-1], first)
+        selection = planner.select(nodes.parents, nodes.chances, spent)
+        for depth in range(1, limit):
+            growing = self._worth_growing(nodes, level, depth, selection.rate, len(selection.nodes))
+            if not growing:
+                break
+            tokens = [nodes.tokens[node] for node in growing]
+            above = [places[nodes.parents[node]] for node in growing]
+            choice = self._sampling.choice(position + depth)
+            candidates, taken = session.grow(tokens, above, depth, choice)
+            places |= dict(zip(growing, taken, strict=True))
+            spent += self._costs.level(len(growing))
+            level = self._add(nodes, growing, self._level(candidates, choice))
+            selection = planner.select(nodes.parents, nodes.chances, spent)
+        self._drafted.remember(nodes, selection.nodes, selection.parents)
+        proposal = nodes.proposal("deterministic", selection.nodes, selection.parents)
+        return Planned(proposal, selection.expected, selection.seconds, spent)
+
+    def _add(self, nodes: Nodes, parents: Sequence[int], level: _Level) -> list[int]:
+        """Add the candidates of each parent that may be worth something; the new nodes, the most likely first."""
+        least, estimate = self._planner.least_reward, self._estimate
+        added = []
+        for row, parent in enumerate(parents):
+            above = 1.0 if parent < 0 else nodes.values[parent]
+            depth = 0 if parent < 0 else nodes.depths[parent]
+            for rank, (token, sure) in enumerate(zip(level.tokens[row], level.sureness[row], strict=True)):
+                chance = estimate.chance(depth, sure)
+                if above * chance < least:
+                    break
+                added.append(nodes.add(token, parent, rank, sure, chance))
+        added.sort(key=lambda node: -nodes.values[node])
+        return added
+
+    def _worth_growing(self, nodes: Nodes, level: Sequence[int], depth: int, rate: float, chosen: int) -> list[int]:
+        """The nodes of a level to draft on from, none if that costs more than it brings at `rate` tokens a second."""
+        likely = self._estimate.best_child(depth)
+        price = rate * self._planner.slope(chosen)
+        gain, best, count = 0.0, 0.0, 0
+        for number, node in enumerate(level[:MAX_BRANCHES], 1):
+            reward = nodes.values[node] * (1.0 if number == 1 else self._planner.side_value)
+            gain += reward * likely - price
+            net = gain - rate * self._costs.level(number)
+            if net > best:
+                best, count = net, number
+        return list(level[:count])
+
+    def _best_shape(self, limit: int) -> TreeShape:
+        """The shape that is best on average, chosen anew now and then."""
+        seen, fixed = self._estimate.seen, self._planner.fixed
+        depth = min(limit, DEEPEST_SHAPE) if fixed is None else min(limit, fixed)
+        if self._shape is None or self._shape[0] != depth or seen >= self._shape[1] + RESHAPE_AFTER:
+            step = self._costs.level(1)
+            acceptance = self._estimate.by_rank(depth, self._session.top_k)
+            shape = self._planner.shape(acceptance, fixed_cost=self._costs.append - step, step_cost=step, depth=depth)
+            self._shape = depth, seen, shape
+        return self._shape[2]
+
+    def _fill(self, first: _Level, shape: TreeShape, position: int) -> Planned:
+        """Draft a shape level by level."""
+        nodes = Nodes()
+        depths, inner = shape.depths, set(shape.parents)
+        rows: dict[int, tuple[_Level, int]] = {-1: (first, 0)}  # of a node of the shape: its children's candidates
+        places: dict[int, int] = {-1: -1}  # as the session counts
+        numbers: dict[int, int] = {-1: -1}  # in `nodes`
+        for depth in range(1, max(depths, default=0) + 1):
+            members = [node for node in range(len(shape)) if depths[node] == depth]
+            for node in members:
+                parent, rank = shape.parents[node], shape.ranks[node]
+                level, row = rows[parent]
+                sure = level.sureness[row][rank]
+                chance = self._estimate.chance(depth - 1, sure)
+                numbers[node] = nodes.add(level.tokens[row][rank], numbers[parent], rank, sure, chance)
+                if level.q is not None:
+                    nodes.q.append(level.q[row])
+            growing = [node for node in members if node in inner]
+            if growing:
+                tokens = [nodes.tokens[numbers[node]] for node in growing]
+                above = [places[shape.parents[node]] for node in growing]
+                choice = self._sampling.choice(position + depth)
+                candidates, taken = self._session.grow(tokens, above, depth, choice)
+                level = self._level(candidates, choice)
+                for row, (node, place) in enumerate(zip(growing, taken, strict=True)):
+                    places[node], rows[node] = place, (level, row)
+        chosen = [numbers[node] for node in range(len(shape))]
+        self._drafted.remember(nodes, chosen, shape.parents)
+        proposal = nodes.proposal(self._sampling.kind, chosen, shape.parents)
+        return Planned(proposal, shape.expected, shape.seconds, shape.seconds - self._planner.costs[len(shape)])
+
+    def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
+        """Learn how the last proposal fared."""
+        self._drafted.learn(self._estimate, evaluated, path)
+
+    def rewind_to(self, length: int) -> None:
+        """Keep the slots whose tokens are among the first `length`."""
+        if length - 1 < self._session.length:
+            self._session.rewind_to(max(0, length - 1))
+
+    def close(self) -> None:
+        """The session belongs to the engine."""
+
+
+def slots_held(session: EagleSession, known: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many slots of the cache, written for the tokens `known`, are true for this prompt."""
+    shared = 0
+    for ours, theirs in zip(known, prompt, strict=False):
+        if ours != theirs:
+            break
+        shared += 1
+    return max(0, min(session.length, shared - 1))

@@ -1,0 +1,155 @@
+"""Medusa: heads that guess the next tokens side by side from the target's last feature (Cai et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrun.runtime.feature_rows import Columns
+from specrun.runtime.head_estimate import HeadEstimate
+from specrun.runtime.head_sampling import HeadSampling
+from specrun.runtime.proposal import EMPTY, Proposal
+from specrun.runtime.proposers.nodes import Drafted, Nodes, Outlook
+from specrun.runtime.speculator import Candidates, MedusaSession
+from specrun.runtime.tree_planner import Planned, TreePlanner
+from specrun.runtime.tree_shape import TreeShape
+
+RESHAPE_AFTER = 64  # candidates judged until the shape for draws is chosen anew
+WIDEST_LEVEL = 16  # candidates looked at in one depth
+
+
+class MedusaProposer:
+    """One run of the heads a round; the candidates of head j stand at depth j + 1 below every path.
+
+    Which of them are proposed depends on how sure the heads are, in the light of how often they stood when they were
+    that sure. Draws (the rejection rule) may not be chosen by what they are: they fill the shape that is best on
+    average.
+    """
+
+    name = "medusa"
+    needs_features = True
+
+    def __init__(
+        self,
+        session: MedusaSession,
+        columns: Columns,
+        sampling: HeadSampling,
+        planner: TreePlanner,
+        estimate: HeadEstimate,
+        outlook: Outlook,
+        *,
+        run_cost: float,
+    ) -> None:
+        """columns: of the target's features, those that the heads read. run_cost: seconds of a run."""
+        self._session = session
+        self._columns = columns
+        self._sampling = sampling
+        self._planner = planner
+        self._estimate = estimate
+        self._outlook = outlook
+        self._run_cost = run_cost
+        self._feature: NDArray[np.float32] | None = None
+        self._position = -1  # of the token whose feature is held
+        self._drafted = Drafted()
+        self._shape: tuple[int, int, TreeShape] | None = None  # its depth limit, candidates seen by then
+
+    def start(self, prompt_tokens: Sequence[int]) -> None:
+        """Begin a request."""
+        self._feature, self._position = None, -1
+
+    def take_features(self, position: int, features: NDArray[np.float32]) -> None:
+        """Keep the last row."""
+        if len(features):
+            self._feature = features[-1, self._columns].copy()
+            self._position = position + len(features) - 1
+
+    def propose(self, context: Sequence[int], limit: int) -> Proposal:
+        """Candidates of the heads, as many as pay."""
+        return EMPTY if self.waits() else self.plan(context, limit).proposal
+
+    @property
+    def chosen_blindly(self) -> bool:
+        """Whether the candidates are draws."""
+        return self._sampling.drawn
+
+    def waits(self) -> bool:
+        """Whether the heads did not pay of late."""
+        return self._planner.fixed is None and self._outlook.waits()
+
+    def outlook(self, context: Sequence[int], limit: int) -> tuple[float, float]:
+        """(tokens a second of late, spread)."""
+        return self._outlook.expect(self._best_shape(min(max(limit, 1), self._session.heads)).rate)
+
+    def plan(self, context: Sequence[int], limit: int) -> Planned:
+        """Run the heads and choose."""
+        depth = min(limit, self._session.heads)
+        if depth <= 0 or self._feature is None or self._position != len(context) - 2:
+            return Planned(EMPTY, 1.0, self._planner.costs[0])
+        heads = self._session.heads
+        choice = self._sampling.choice(*range(len(context), len(context) + heads))
+        candidates = self._session.run(self._feature, choice)
+        sureness = self._sampling.sureness(candidates, choice)
+        if self._sampling.drawn or self._planner.fixed is not None:
+            planned = self._fill(candidates, sureness, self._best_shape(depth))
+        else:
+            planned = self._select(candidates.tokens, sureness, depth)
+        self._outlook.note(planned, self._planner)
+        return planned
+
+    def _select(self, tokens: list[list[int]], sureness: list[list[float]], depth: int) -> Planned:
+        """The nodes that are worth it by the heads' own sureness."""
+        nodes = Nodes()
+        estimate, least = self._estimate, self._planner.least_reward
+        level = [-1]
+        for place in range(depth):
+            chances = [estimate.chance(place, sure) for sure in sureness[place]]
+            next_level: list[int] = []
+            for parent in level:
+                above = 1.0 if parent < 0 else nodes.values[parent]
+                for rank, chance in enumerate(chances):
+                    if above * chance < least:
+                        break
+                    next_level.append(nodes.add(tokens[place][rank], parent, rank, sureness[place][rank], chance))
+            next_level.sort(key=lambda node: -nodes.values[node])
+            level = next_level[:WIDEST_LEVEL]
+        selection = self._planner.select(nodes.parents, nodes.chances, self._run_cost)
+        self._drafted.remember(nodes, selection.nodes, selection.parents)
+        proposal = nodes.proposal("deterministic", selection.nodes, selection.parents)
+        return Planned(proposal, selection.expected, selection.seconds, self._run_cost)
+
+    def _best_shape(self, depth: int) -> TreeShape:
+        """The shape that is best on average, chosen anew now and then."""
+        seen = self._estimate.seen
+        if self._shape is None or self._shape[0] != depth or seen >= self._shape[1] + RESHAPE_AFTER:
+            acceptance = self._estimate.by_rank(self._session.heads, self._session.top_k)
+            shape = self._planner.shape(acceptance, fixed_cost=self._run_cost, depth=depth)
+            self._shape = depth, seen, shape
+        return self._shape[2]
+
+    def _fill(self, candidates: Candidates, sureness: list[list[float]], shape: TreeShape) -> Planned:
+        """A shape with the heads' tokens."""
+        nodes = Nodes()
+        for parent, rank, depth in zip(shape.parents, shape.ranks, shape.depths, strict=True):
+            row = depth - 1
+            sure = sureness[row][rank]
+            nodes.add(candidates.tokens[row][rank], parent, rank, sure, self._estimate.chance(row, sure))
+        if candidates.logits is not None:
+            deepest = max(shape.depths, default=0)
+            q = [self._sampling.distribution(candidates.logits[row]) for row in range(deepest)]
+            nodes.q = [q[depth - 1] for depth in shape.depths]
+        chosen = range(len(nodes))
+        self._drafted.remember(nodes, chosen, shape.parents)
+        proposal = nodes.proposal(self._sampling.kind, chosen, shape.parents)
+        return Planned(proposal, shape.expected, shape.seconds, self._run_cost)
+
+    def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
+        """Learn how the last proposal fared."""
+        self._drafted.learn(self._estimate, evaluated, path)
+
+    def rewind_to(self, length: int) -> None:
+        """The features that come next take the place of what is held."""
+
+    def close(self) -> None:
+        """The session belongs to the engine."""

@@ -1,0 +1,339 @@
+"""Learned heads that run: the sessions of Medusa and EAGLE graphs.
+
+Both give candidates, the best tokens of each row with the head's own log-probabilities. As in `ModelSession` everything
+is bound once per width and a run only rewrites a few small arrays in place. Heads need not be bit-exact: what they
+propose is judged by the target.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrun.models_cache.errors import BackendError, ContextLengthError, ManifestError
+from specrun.runtime.backend import first_line, onnxruntime
+from specrun.runtime.kv_cache import KVCache
+
+TOP_K: Final = 8  # candidates of a row
+MAX_BRANCHES: Final = 4  # nodes that are drafted on at one level
+MAX_FRAMES: Final = 32
+MEASURED_RUNS: Final = 4
+
+Features = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The best tokens of each row, best first, their log-probabilities in the head, and the raw logits if wanted."""
+
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    logits: NDArray[np.float32] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a head chooses: the best of logits * inverse_temperature + noise, f32 [1 or rows, draft].
+
+    logits: whether the raw logits are wanted too.
+    """
+
+    inverse_temperature: float = 1.0
+    noise: NDArray[np.float32] | None = None
+    logits: bool = False
+
+
+PLAIN: Final = Choice()
+
+
+class _Frame:
+    """The inputs and outputs of one width, bound once."""
+
+    def __init__(
+        self, session: Any, inputs: dict[str, NDArray[Any]], outputs: dict[str, NDArray[Any]], shared: dict[str, Any]
+    ) -> None:
+        """shared: OrtValues that are bound as they are, by the name of the input or output."""
+        ort = onnxruntime()
+        self.inputs, self.outputs = inputs, outputs
+        self.binding = session.io_binding()
+        self._values = []
+        wanted = {value.name for value in session.get_inputs()}
+        for name, array in inputs.items():
+            self._values.append(ort.OrtValue.ortvalue_from_numpy(array))
+            self.binding.bind_ortvalue_input(name, self._values[-1])
+        for name, array in outputs.items():
+            self._values.append(ort.OrtValue.ortvalue_from_numpy(array))
+            self.binding.bind_ortvalue_output(name, self._values[-1])
+        for name, value in shared.items():
+            (self.binding.bind_ortvalue_input if name in wanted else self.binding.bind_ortvalue_output)(name, value)
+
+
+class _HeadSession:
+    """What both have in common: the graph, its frames, the choice of tokens."""
+
+    def __init__(self, name: str, onnx_session: Any, draft_vocabulary: int) -> None:
+        self._name = name
+        self._onnx_session = onnx_session
+        self._draft = draft_vocabulary
+        self.top_k = min(TOP_K, draft_vocabulary)
+        self._frames: OrderedDict[tuple[int, ...], _Frame] = OrderedDict()
+        self.onnx_seconds = 0.0
+
+    def _choice_inputs(self, noise_rows: int) -> dict[str, NDArray[Any]]:
+        return {
+            "inverse_temperature": np.ones(1, np.float32),
+            "noise": np.zeros((noise_rows, self._draft), np.float32),
+            "top_k": np.array([self.top_k], np.int64),
+        }
+
+    def _choice_outputs(self, rows: int, logits: bool) -> dict[str, NDArray[Any]]:
+        outputs: dict[str, NDArray[Any]] = {
+            "tokens": np.empty((rows, self.top_k), np.int64),
+            "log_probs": np.empty((rows, self.top_k), np.float32),
+        }
+        if logits:
+            outputs["logits"] = np.empty((rows, self._draft), np.float32)
+        return outputs
+
+    def _keep(self, key: tuple[int, ...], frame: _Frame) -> _Frame:
+        self._frames[key] = frame
+        if len(self._frames) > MAX_FRAMES:
+            self._frames.popitem(last=False)
+        return frame
+
+    def _run(self, frame: _Frame, choice: Choice) -> Candidates:
+        frame.inputs["inverse_temperature"][0] = choice.inverse_temperature
+        if choice.noise is not None:
+            frame.inputs["noise"][:] = choice.noise
+        start = time.perf_counter()
+        try:
+            self._onnx_session.run_with_iobinding(frame.binding)
+        except Exception as error:  # onnxruntime raises classes of its own without a common base
+            raise BackendError(f"ONNX Runtime failed while running {self._name}: {first_line(error)}") from error
+        self.onnx_seconds += time.perf_counter() - start
+        outputs = frame.outputs
+        return Candidates(
+            outputs["tokens"].tolist(), outputs["log_probs"].tolist(), outputs["logits"] if choice.logits else None
+        )
+
+
+class MedusaSession(_HeadSession):
+    """A Medusa speculator: all heads from one feature row, f32 [feature_width]."""
+
+    def __init__(self, name: str, onnx_session: Any, *, heads: int, feature_width: int, draft_vocabulary: int) -> None:
+        super().__init__(name, onnx_session, draft_vocabulary)
+        self.heads = heads
+        self._width = feature_width
+        check_shapes(name, onnx_session, {"features": (None, feature_width), "noise": (None, draft_vocabulary)})
+
+    @property
+    def kv_bytes(self) -> int:
+        """Medusa keeps nothing."""
+        return 0
+
+    def run(self, feature: Features, choice: Choice = PLAIN) -> Candidates:
+        """Candidates of every head: row j guesses the token j + 2 places after the feature's."""
+        noisy = choice.noise is not None
+        key = (int(choice.logits), int(noisy))
+        frame = self._frames.get(key)
+        if frame is None:
+            inputs = {"features": np.zeros((1, self._width), np.float32)}
+            inputs |= self._choice_inputs(self.heads if noisy else 1)
+            frame = self._keep(
+                key, _Frame(self._onnx_session, inputs, self._choice_outputs(self.heads, choice.logits), {})
+            )
+        frame.inputs["features"][0] = feature
+        return self._run(frame, choice)
+
+    def measure(self) -> float:
+        """Seconds of a run, the fastest of a few."""
+        feature = np.zeros(self._width, np.float32)
+        return min(_timed(lambda: self.run(feature)) for _ in range(MEASURED_RUNS))
+
+    def close(self) -> None:
+        """Free the session."""
+        self._frames.clear()
+        self._onnx_session = None
+
+
+class EagleSession(_HeadSession):
+    """An EAGLE speculator with the KV buffer of its one layer.
+
+    Slot i of the buffer holds the feature of token i together with token i + 1. `length` counts the slots that were
+    written from the target's features. `append` adds such slots, `grow` adds nodes of a token tree behind them, which
+    the next `append` or `rewind_to` drops.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        onnx_session: Any,
+        *,
+        feature_width: int,
+        hidden: int,
+        kv_heads: int,
+        head_dim: int,
+        draft_vocabulary: int,
+        positions: int,
+    ) -> None:
+        """positions: rows of the rotary tables, and so the most slots."""
+        super().__init__(name, onnx_session, draft_vocabulary)
+        shapes = {
+            "features": (None, feature_width),
+            "recycled": (None, hidden),
+            "past_key": (1, kv_heads, None, head_dim),
+            "past_value": (1, kv_heads, None, head_dim),
+            "noise": (None, draft_vocabulary),
+        }
+        check_shapes(name, onnx_session, shapes)
+        self._width, self._hidden_size, self._positions = feature_width, hidden, positions
+        self.cache = KVCache(layers=1, kv_heads=kv_heads, head_dim=head_dim, capacity=1, limit=positions)
+        self._bias = np.zeros(0, np.float32)
+        self._nodes: list[tuple[int, ...]] = []  # of each node its ancestors and itself, as places behind `length`
+        self._outputs = np.zeros((1, hidden), np.float32)  # `hidden` of the last real slot, then of each node
+
+    @property
+    def length(self) -> int:
+        """Slots written from features."""
+        return self.cache.lengths[0]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV buffers."""
+        return self.cache.nbytes
+
+    def rewind_to(self, length: int) -> None:
+        """Keep the first `length` slots and no nodes."""
+        self.cache.rewind_to(length)
+        self._nodes.clear()
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` slots, as far as the model has them."""
+        if self.cache.reserve(min(length, self._positions)):
+            self._frames.clear()  # they are bound to the buffers of before
+
+    def append(self, features: Features, tokens: Sequence[int], choice: Choice = PLAIN) -> Candidates:
+        """Write slots from features f32 [n, feature_width] and the tokens after each; candidates of the last one."""
+        count, start = len(tokens), self.length
+        frame = self._frame(count, 0, 1, choice, start + count)
+        inputs = frame.inputs
+        inputs["features"][:] = features
+        inputs["input_ids"][:] = tokens
+        inputs["position_ids"][0] = np.arange(start, start + count)
+        inputs["rows"][0] = count - 1
+        inputs["total_length_minus_one"][0] = start + count - 1
+        candidates = self._run(frame, choice)
+        self.cache.lengths[0] = start + count
+        self._nodes.clear()
+        self._outputs[0] = frame.outputs["hidden"][-1]
+        return candidates
+
+    def grow(
+        self, tokens: Sequence[int], parents: Sequence[int], depth: int, choice: Choice = PLAIN
+    ) -> tuple[Candidates, list[int]]:
+        """Write nodes of one level; (candidates for their children, a row each; the places of the nodes).
+
+        tokens: of the nodes, at `depth` (children of the root have 1). parents: the place that an earlier call gave the
+        parent of each; -1 for the root.
+        """
+        count, base, first = len(tokens), self.length, len(self._nodes)
+        frame = self._frame(0, count, count, choice, base + first + count)
+        inputs = frame.inputs
+        for row, parent in enumerate(parents):
+            inputs["recycled"][row] = self._outputs[parent + 1]
+        inputs["input_ids"][:] = tokens
+        inputs["position_ids"][0] = base + depth - 1
+        inputs["total_length_minus_one"][0] = base + first + count - 1
+        seen = [(*(() if parent < 0 else self._nodes[parent]), first + row) for row, parent in enumerate(parents)]
+        block = None
+        if any(len(places) != first + count for places in seen):  # not a chain
+            block = inputs["attention_bias"][0, 0, :, base : base + first + count]
+            block[:] = -np.inf
+            for row, places in enumerate(seen):
+                block[row, list(places)] = 0.0
+        try:
+            candidates = self._run(frame, choice)
+        finally:
+            if block is not None:  # the frames share the bias
+                block[:] = 0.0
+        self._nodes += seen
+        needed = 1 + len(self._nodes)
+        if len(self._outputs) < needed:
+            self._outputs = np.concatenate([self._outputs, np.zeros((needed, self._hidden_size), np.float32)])
+        self._outputs[1 + first : needed] = frame.outputs["hidden"]
+        return candidates, list(range(first, first + count))
+
+    def _frame(self, features: int, recycled: int, rows: int, choice: Choice, slots: int) -> _Frame:
+        if slots > self._positions:
+            raise ContextLengthError(f"{slots} positions are needed and {self._name} has {self._positions}.")
+        self.reserve(slots)
+        noisy = choice.noise is not None
+        key = (features, recycled, rows, int(choice.logits), int(noisy))
+        frame = self._frames.get(key)
+        if frame is not None:
+            self._frames.move_to_end(key)
+            return frame
+        positions, capacity = features + recycled, self.cache.capacity
+        if self._bias.size < positions * capacity:
+            self._bias = np.zeros(positions * capacity, np.float32)
+        inputs: dict[str, NDArray[Any]] = {
+            "features": np.zeros((features, self._width), np.float32),
+            "recycled": np.zeros((recycled, self._hidden_size), np.float32),
+            "input_ids": np.zeros(positions, np.int64),
+            "position_ids": np.zeros((1, positions), np.int64),
+            "total_length_minus_one": np.zeros(1, np.int32),
+            "max_total_length": np.array([capacity], np.int32),
+            "attention_bias": self._bias[: positions * capacity].reshape(1, 1, positions, capacity),
+            "rows": np.arange(rows, dtype=np.int64),
+        }
+        inputs |= self._choice_inputs(1)
+        outputs = self._choice_outputs(rows, choice.logits)
+        outputs["hidden"] = np.empty((positions, self._hidden_size), np.float32)
+        key_value, value_value = self.cache.values
+        shared = {"past_key": key_value, "past_value": value_value}
+        shared |= {"present_key": key_value, "present_value": value_value}
+        return self._keep(key, _Frame(self._onnx_session, inputs, outputs, shared))
+
+    def measure(self) -> tuple[float, list[float]]:
+        """(seconds of writing one slot, seconds of a level with 1, 2, .. nodes), the fastest of a few."""
+        self.rewind_to(0)
+        feature = np.zeros((1, self._width), np.float32)
+        append = min(_timed(lambda: self.append(feature, [0])) for _ in range(MEASURED_RUNS))
+        levels = []
+        for count in range(1, MAX_BRANCHES + 1):
+            times = []
+            for _ in range(MEASURED_RUNS):
+                self._nodes.clear()
+                times.append(_timed(functools.partial(self.grow, [0] * count, [-1] * count, 1)))
+            levels.append(min(times))
+        self.rewind_to(0)
+        return append, levels
+
+    def close(self) -> None:
+        """Free the session and its buffers."""
+        self._frames.clear()
+        self.cache.close()
+        self._onnx_session = None
+
+
+def check_shapes(name: str, onnx_session: Any, wanted: dict[str, tuple[int | None, ...]]) -> None:
+    """Raise ManifestError if inputs of the graph are missing or have other sizes than the manifest says."""
+    found = {value.name: value.shape for value in onnx_session.get_inputs()}
+    for input_name, sizes in wanted.items():
+        shape = found.get(input_name)
+        fits = shape is not None and len(shape) == len(sizes)
+        if not fits or any(size is not None and size != other for size, other in zip(sizes, shape or (), strict=True)):
+            raise ManifestError(f"The manifest of {name} does not describe its graph ({input_name}): make it again.")
+
+
+def _timed(run: Any) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
