@@ -40,8 +40,12 @@ def read_target_ends(bundle: Bundle) -> TargetEnds:
     Raises IntegrityError where the graph is not one that specrun exported.
     """
     spec = min(bundle.manifest.graphs.values(), key=lambda graph: graph.file)
+    path = bundle.path / spec.file
     try:
-        graph = ir.load(bundle.path / spec.file).graph
+        graph = ir.load(path).graph
+    except Exception as error:  # what onnx and protobuf raise has no common base
+        raise IntegrityError(f"{path} is no ONNX graph ({type(error).__name__}); export the model again.") from error
+    try:
         found = _Initializers(graph, spec.data)
         hidden = bundle.manifest.sizes.hidden
         embedding = found.matrix(_EMBEDDING, hidden)
@@ -54,12 +58,12 @@ def read_target_ends(bundle: Bundle) -> TargetEnds:
         )
     except (KeyError, ValueError, StopIteration, OSError) as error:
         raise IntegrityError(
-            f"{bundle.path / spec.file} is no target graph that specrun exported ({type(error).__name__}: {error}); "
+            f"{path} is no target graph that specrun exported ({type(error).__name__}: {error}); "
             "export the model again."
         ) from error
     vocabulary = bundle.manifest.sizes.vocabulary
     if norm.shape != (hidden,) or embedding.rows != vocabulary or head.rows != vocabulary:
-        raise IntegrityError(f"{bundle.path / spec.file} does not have the sizes of its manifest; export it again.")
+        raise IntegrityError(f"{path} does not have the sizes of its manifest; export it again.")
     return TargetEnds(embedding, head, norm, float(epsilon))
 
 

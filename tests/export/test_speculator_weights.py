@@ -113,7 +113,7 @@ def _set(*path: Any, value: Any) -> Edit:
         (_set("target", "source_files", value={"model.gguf": "xyz"}), "is no sha256"),
         (_set("config", "intermediate", value=2**40), "config.intermediate is"),
         (_set("config", "kv_heads", value=3), "no multiple"),
-        (_set("config", "head_dim", value=15), "must be even"),
+        (_set("config", "head_dim", value=24), "must be a multiple of 16"),
         (_set("config", "norm_epsilon", value=0), "must lie in"),
         (_set("config", "layout", value="eagle9"), "must be eagle3 or eagle1"),
         (_set("config", "rope_scaling", value={"kind": "yarn", "factor": 2}), "must be linear or llama3"),

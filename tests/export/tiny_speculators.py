@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from specrun.export.speculator_config import (
@@ -25,7 +27,8 @@ def tiny_target(hidden: int = 64, layers: int = 2, vocabulary: int = 300, **sour
 def tiny_config(layout: str) -> SpeculatorConfig:
     if layout == "medusa":
         return MedusaConfig(heads=3, blocks=2)
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96, "rope_theta": 10000.0, "norm_epsilon": 1e-5}
+    sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
+    sizes |= {"rope_theta": 10000.0, "norm_epsilon": 1e-5}
     return DraftConfig(layers=2, **sizes) if layout == "draft" else EagleConfig(layout=layout, **sizes)
 
 
