@@ -39,6 +39,10 @@ class Limits:
     draft_length: int
     eos: frozenset[int]
 
+    def depth(self, committed: int) -> int:
+        """How deep a proposal may be: never deeper than could still be committed."""
+        return max(0, min(self.draft_length, self.length - committed - 1))
+
 
 def speculate(
     target: ModelSession,
@@ -61,7 +65,7 @@ def speculate(
         if cancelled():
             return
         logits = step
-        _hand_features(target, proposer, target.length)
+        _hand_features(target, proposer, target.length, target.length)
     token = chooser.first(logits, len(committed))
     logprob, top = chooser.logprobs(logits[0], token)
     committed.append(token)
@@ -71,15 +75,13 @@ def speculate(
     carried, exact = EMPTY, target.length
     try:
         while len(committed) < limits.length and committed[-1] not in limits.eos:
-            # propose: never deeper than could still be committed
-            length, held = len(committed), target.length
-            limit = min(limits.draft_length, limits.length - length - 1)
+            # propose
+            length, held, head = len(committed), target.length, len(carried)
             start = time.perf_counter()
-            head = carried.first(limit)
             proposal = EMPTY
             if proposer is not None:
-                context = [*committed, *head.tokens] if len(head) else committed
-                proposal = proposer.propose(context, limit - len(head)).behind(head)
+                context = [*committed, *carried.tokens] if head else committed
+                proposal = proposer.propose(context, limits.depth(length) - head).behind(carried)
             if proposal.parents is not None:
                 proposal = proposal.first(max(proposal.main_length, target.tree_room(length)))
             proposed = time.perf_counter()
@@ -96,7 +98,7 @@ def speculate(
             # commit
             committed += tokens
             chooser.commit(tokens)
-            carried = decision.carried
+            carried = decision.carried.first(limits.depth(len(committed)))
             stats.count_round(
                 proposed=len(proposal),
                 accepted=num_accepted,
@@ -113,11 +115,12 @@ def speculate(
             if decision.open:
                 target.rewind_to(exact)
             if proposer is not None:
-                own = tuple([node - len(head) for node in decision.path if node >= len(head)])
-                judged = decision.rejected and len(decision.path) >= len(head)
+                own = tuple([node - head for node in decision.path if node >= head])
+                judged = decision.rejected and len(decision.path) >= head
                 proposer.observe(evaluated=len(own) + judged, accepted=len(own), path=own)
                 proposer.rewind_to(min(length + main, len(committed) - 1))
-                _hand_features(target, proposer, length, decision.path, len(proposal))
+                end = len(committed) + len(carried) - 1
+                _hand_features(target, proposer, length, end, decision.path, len(proposal))
 
             drafts: list[Source] = ["draft"] * num_accepted
             sources = drafts if decision.kind is None else [*drafts, decision.kind]
@@ -131,14 +134,17 @@ def speculate(
 
 
 def _hand_features(
-    target: ModelSession, proposer: Proposer | None, length: int, path: Sequence[int] = (), nodes: int = 0
+    target: ModelSession, proposer: Proposer | None, root: int, end: int, path: Sequence[int] = (), nodes: int = 0
 ) -> None:
-    """Hand over what the last run found: features of the context up to `length`, and of the path behind it."""
+    """Hand over what the last run found: features of the context's tokens before `root` and of the path there.
+
+    nodes: how many the run had there. Nothing of the context's tokens from `end` on is handed over.
+    """
     if proposer is None or not proposer.needs_features:
         return
     features = target.features
-    behind = len(features) - nodes
-    if main_part(path) == len(path):
-        proposer.take_features(length - behind, features[: behind + len(path)])
-    else:
-        proposer.take_features(length - behind, features[[*range(behind), *[behind + node for node in path]]])
+    before = len(features) - nodes
+    rows = [*range(before), *[before + node for node in path]][: end - (root - before)]
+    if rows:
+        in_order = rows[-1] == len(rows) - 1
+        proposer.take_features(root - before, features[: len(rows)] if in_order else features[rows])

@@ -148,10 +148,10 @@ class ModelSession:
         before them. Each sees only its ancestors, at the position that its depth gives it. Their keys lie in the order
         of the nodes, so only the main branch has the bits of a chain; `keep_path` makes one of any path.
 
-        Of more tokens than a chunk and a tree hold the first ones run by themselves. The result is a view that the next
+        Where a chunk of the prefill or more comes before those, it runs by itself. The result is a view that the next
         run at this width overwrites.
         """
-        while len(tokens) > PREFILL_CHUNK + MAX_NODES:
+        while len(tokens) - rows >= PREFILL_CHUNK:
             self.run_batch([tokens[:PREFILL_CHUNK]], rows=1)
             tokens = tokens[PREFILL_CHUNK:]
         logits: NDArray[np.float32] = self.run_batch([tokens], rows=rows, parents=parents)[0]
