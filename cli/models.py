@@ -13,13 +13,17 @@ from specrun.models_cache import (
     Bundle,
     IntegrityError,
     ManifestError,
+    SpeculatorEntry,
     UsageError,
     cache_root,
     find_bundle,
     load_bundle,
     models_dir,
     remove_bundle,
+    remove_speculator,
     scan_bundles,
+    scan_speculators,
+    speculator_facts,
     verify_bundle,
 )
 
@@ -52,6 +56,18 @@ def list_command(as_json: bool) -> None:
         facts = _facts(entry.bundle)
         parts = [facts["family"], facts["precision"], f"{facts['bytes'] / 1e6:.0f} MB"]
         click.echo(f"{entry.name:<{width}}  " + "  ".join(part for part in parts if part))
+        for speculator in scan_speculators(entry.bundle):
+            _list_speculator(entry.name, speculator)
+
+
+def _list_speculator(model: str, entry: SpeculatorEntry) -> None:
+    name = f"{model}/{entry.name}"
+    if entry.speculator is None:
+        click.echo(f"  {name}  broken")
+        click.echo(f"{name}: {entry.problem}", err=True)
+        return
+    facts = speculator_facts(entry.speculator)
+    click.echo(f"  {name}  {facts['method']}  {facts['bytes'] / 1e6:.0f} MB")
 
 
 def _facts(bundle: Bundle) -> dict[str, Any]:
@@ -63,6 +79,11 @@ def _facts(bundle: Bundle) -> dict[str, Any]:
         "source": manifest.source.name,
         "licence": manifest.source.licence,
         "digest": bundle.digest,
+        "speculators": [
+            {"name": e.name, "path": str(e.path), "problem": e.problem}
+            | (speculator_facts(e.speculator) if e.speculator else {})
+            for e in scan_speculators(bundle)
+        ],
     }
 
 
@@ -97,7 +118,7 @@ def path_command(name: str) -> None:
 def verify_command(name: str | None, as_json: bool) -> None:
     """Read a model's files and check their digests.
 
-    Without NAME all models are read.
+    Those of its speculators too. Without NAME all models are read.
     """
     rows: list[dict[str, Any]] = []
     with progress_line() as progress:
@@ -133,13 +154,18 @@ def _verified(bundle: Bundle, progress: ProgressLine) -> dict[str, Any]:
 
 
 @models.command("rm")
-@click.argument("name")
+@click.argument("name", metavar="NAME|NAME/SPECULATOR")
 @click.option("--yes", is_flag=True, help="Do not ask; needed where there is no terminal.")
 def rm_command(name: str, yes: bool) -> None:
-    """Remove a model from the cache."""
+    """Remove a model from the cache, or one speculator of a model."""
+    model, _, speculator = name.partition("/")
     if not yes:
         if not is_terminal(sys.stdin):
             raise UsageError(f"Nobody can be asked whether to remove {name!r}: add --yes.")
-        click.confirm(f"Remove {models_dir() / name}?", abort=True, err=True)
-    remove_bundle(name)
+        where = models_dir() / model
+        click.confirm(f"Remove {where / 'speculators' / speculator if speculator else where}?", abort=True, err=True)
+    if speculator:
+        remove_speculator(find_bundle(model, check=False), speculator)
+    else:
+        remove_bundle(name)
     click.echo(f"removed {name}", err=True)

@@ -61,6 +61,7 @@ from specrun.models_cache.speculator import (
     find_speculator,
     remove_speculator,
     scan_speculators,
+    speculator_facts,
 )
 from specrun.models_cache.store import Staging, bundle_or_build, hold_lock, new_bundle, remove_bundle
 
@@ -125,5 +126,6 @@ __all__ = [
     "scan_speculators",
     "sha256_file",
     "sources_dir",
+    "speculator_facts",
     "verify_bundle",
 ]

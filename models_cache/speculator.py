@@ -314,7 +314,7 @@ def _is_name(text: str) -> bool:
         return False
 
 
-def facts(speculator: InstalledSpeculator) -> dict[str, Any]:
+def speculator_facts(speculator: InstalledSpeculator) -> dict[str, Any]:
     """What lists show of a speculator, as JSON has it."""
     manifest = speculator.manifest
     return {

@@ -232,11 +232,13 @@ def bundle_part(
         found = _sound(target)
         if found is None or found.target_digest != bundle.target_digest:
             raise CacheError(f"{target} was removed or replaced by another specrun meanwhile; try again")
-        # A level down: what is moved aside there must not be taken for the bundle itself.
-        with _staged(home / "part", base) as path:
-            yield Staging(part.rsplit("/", 1)[-1], path, target / part, base, progress)
-        with contextlib.suppress(OSError):
-            home.rmdir()
+        try:
+            # A level down: what is moved aside there must not be taken for the bundle itself.
+            with _staged(home / "part", base) as path:
+                yield Staging(part.rsplit("/", 1)[-1], path, target / part, base, progress)
+        finally:
+            with contextlib.suppress(OSError):
+                home.rmdir()
 
 
 def _places(name: str, root: Path, output: Path | None) -> tuple[Path, Path, Path]:

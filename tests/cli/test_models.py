@@ -14,7 +14,10 @@ from specrun.cli.models import models
 from specrun.models_cache.errors import IntegrityError, ModelNotFoundError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.manifest import GraphSpec, KVSpec, Manifest, Sizes, SourceInfo, SpecialIds
+from specrun.models_cache.speculator import speculator_or_build
 from specrun.models_cache.store import bundle_or_build
+
+from ..models_cache.speculator_files import write_speculator_files
 
 
 def build(folder: Path) -> Manifest:
@@ -81,6 +84,7 @@ def test_list(bundle: Bundle, home: Path) -> None:
         "source": "org/tiny",
         "licence": "mit",
         "digest": bundle.digest,
+        "speculators": [],
     }
 
 
@@ -159,3 +163,35 @@ def test_pull(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("pull", "tiny")
     assert run("pull", "tiny", "--precision", "int3").exit_code == 2
     assert calls[1] == ("tiny", {"name": None, "precision": None, "force": False})
+
+
+def test_speculators_are_listed_and_removed(bundle: Bundle) -> None:
+    made = speculator_or_build(bundle, "heads", write_speculator_files)
+    speculator_or_build(bundle, "broken", write_speculator_files)
+    (bundle.path / "speculators" / "broken" / "speculator.onnx").unlink()
+    result = run("list")
+    assert result.stdout.splitlines()[1:] == ["  tiny/broken  broken", "  tiny/heads  eagle  0 MB"]
+    assert "is missing" in result.stderr
+    (model,) = json.loads(run("list", "--json").stdout)["models"]
+    broken, heads = model["speculators"]
+    assert broken["problem"].endswith("attach the speculator again")
+    size = sum(info.size for info in made.manifest.files.values())
+    assert heads == {
+        "name": "heads",
+        "path": str(made.path),
+        "problem": None,
+        "method": "eagle",
+        "layout": "eagle3",
+        "bytes": size,
+        "licence": "mit",
+        "digest": made.digest,
+    }
+    result = run("verify", "tiny")
+    assert result.exit_code == 1
+    assert "tiny: speculators/broken/speculator.onnx is missing" in result.stderr
+    assert run("rm", "tiny/broken", "--yes").exit_code == 0
+    assert run("verify", "tiny").exit_code == 0
+    assert isinstance(run("rm", "tiny/broken", "--yes").exception, ModelNotFoundError)
+    assert isinstance(run("rm", "tiny/../tiny", "--yes").exception, UsageError)
+    assert run("rm", "tiny/heads", "--yes").exit_code == 0
+    assert find_bundle("tiny").speculators() == []
