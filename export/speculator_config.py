@@ -12,6 +12,7 @@ METHODS = ("medusa", "eagle", "draft")
 MAX_HEADS = 32  # of a Medusa speculator: no deeper proposal is ever made
 MAX_BLOCKS = 16
 MAX_DRAFT_LAYERS = 64
+EAGLE_LAYOUTS = ("joined", "eagle3", "eagle1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,11 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """One decoder layer on top of the target's features; `layout` says how they reach it ("eagle3", "eagle1")."""
+    """One decoder layer on top of the target's features; `layout` says how they reach it.
+
+    "eagle3" and "eagle1" are published. "joined" is what specrun trains: the taps go through `fc` as in EAGLE-3
+    and then, with the token's embedding, through `join` into the residual stream of a plain llama layer, as in EAGLE-1.
+    """
 
     layout: str
     heads: int
@@ -117,7 +122,7 @@ def check_config(config: SpeculatorConfig, target: SpeculatorTarget, taps: tuple
     if isinstance(config, DraftConfig):
         _check_range("config.layers", config.layers, 1, MAX_DRAFT_LAYERS)
         fitting, wanted = not taps, "be empty: a draft reads no features"
-    elif isinstance(config, EagleConfig) and config.layout == "eagle3":
+    elif isinstance(config, EagleConfig) and config.layout != "eagle1":
         fitting, wanted = bool(taps), "name at least one layer"
     else:
         fitting, wanted = taps == (target.layers,), f"be [{target.layers}], the target's last residual stream"
@@ -126,8 +131,8 @@ def check_config(config: SpeculatorConfig, target: SpeculatorTarget, taps: tuple
 
 
 def _check_layers(config: EagleConfig | DraftConfig) -> None:
-    if isinstance(config, EagleConfig) and config.layout not in ("eagle3", "eagle1"):
-        raise StrictJsonError(f"config.layout is {config.layout!r} and must be eagle3 or eagle1")
+    if isinstance(config, EagleConfig) and config.layout not in EAGLE_LAYOUTS:
+        raise StrictJsonError(f"config.layout is {config.layout!r} and must be one of {', '.join(EAGLE_LAYOUTS)}")
     for name, high in (("heads", 1024), ("kv_heads", 1024), ("head_dim", 1024), ("intermediate", 2**20)):
         _check_range(f"config.{name}", getattr(config, name), 1, high)
     if config.heads % config.kv_heads:
@@ -176,13 +181,17 @@ def tensor_rules(
             rules |= {f"layers.{index}.{name}": rule for name, rule in _layer_rules(config, hidden, hidden).items()}
         rules["final_norm"] = TensorRule("vector", (hidden,))
         return rules
-    if config.layout == "eagle3":
+    if config.layout != "eagle1":
         rules["fc"] = TensorRule("matrix", (hidden, len(taps) * hidden))
         rules["tap_norms"] = TensorRule("vector", (len(taps), hidden), optional=True)
         rules["input_norm"] = TensorRule("vector", (hidden,))
         rules["hidden_norm"] = TensorRule("vector", (hidden,))
         rules["final_norm"] = TensorRule("vector", (hidden,))
-        return rules | _layer_rules(config, hidden, 2 * hidden)
+        if config.layout == "eagle3":
+            return rules | _layer_rules(config, hidden, 2 * hidden)
+        rules["embedding_norm"] = TensorRule("vector", (hidden,))
+        rules["join"] = TensorRule("matrix", (hidden, 2 * hidden))
+        return rules | _layer_rules(config, hidden, hidden)
     rules["fc"] = TensorRule("matrix", (hidden, 2 * hidden))
     rules["fc_bias"] = TensorRule("vector", (hidden,), optional=True)
     return rules | _layer_rules(config, hidden, hidden)

@@ -103,12 +103,17 @@ def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -
     embedded = b.op("Unsqueeze", [b.embed(inputs["input_ids"], parts.embedding()), first])
     features = _features(b, config, parts, inputs["features"], taps)
     x = b.op("Unsqueeze", [b.op("Concat", [features, inputs["recycled"]], axis=0), first])
+
+    def normed(value: ir.Value, name: str) -> ir.Value:
+        return b.norm(value, b.weight(parts.vector(name)), config.norm_epsilon)
+
     if config.layout == "eagle3":
-        normed = [
-            b.norm(embedded, b.weight(parts.vector("input_norm")), config.norm_epsilon),
-            b.norm(x, b.weight(parts.vector("hidden_norm")), config.norm_epsilon),
-        ]
-        residual, attention_input = x, b.op("Concat", [*normed], axis=-1)
+        both = [normed(embedded, "input_norm"), normed(x, "hidden_norm")]
+        residual, attention_input = x, b.op("Concat", [*both], axis=-1)
+    elif config.layout == "joined":
+        both = [normed(embedded, "embedding_norm"), normed(x, "hidden_norm")]
+        residual = b.linear(b.op("Concat", [*both], axis=-1), parts.linear("join"))
+        attention_input = normed(residual, "input_norm")
     else:
         residual = b.linear(b.op("Concat", [embedded, x], axis=-1), parts.linear("fc", "fc_bias"))
         attention_input = residual
@@ -118,7 +123,7 @@ def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -
     )
     gate, up = b.op_multi("Split", [b.linear(normed_x, parts.linear("gate_up"))], 2, axis=-1, num_outputs=2)
     down = b.linear(b.op("Mul", [_silu(b, gate), up]), parts.linear("down"))
-    if config.layout == "eagle3":
+    if config.layout != "eagle1":
         final, out = b.add_norm(down, residual, b.weight(parts.vector("final_norm")), config.norm_epsilon)
     else:
         final = out = b.op("Add", [down, residual])

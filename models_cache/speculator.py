@@ -45,6 +45,7 @@ VOCABULARY_NAME = "vocabulary.i32"
 # Layout of the graph -> (method, the graphs that there must be).
 LAYOUTS = {
     "medusa": ("medusa", {"speculator"}),
+    "joined": ("eagle", {"speculator"}),
     "eagle3": ("eagle", {"speculator"}),
     "eagle1": ("eagle", {"speculator"}),
     "draft": ("draft", {"target", "target_batch1"}),
@@ -76,7 +77,7 @@ class SpeculatorSizes:
 class SpeculatorManifest:
     """Everything that the runtime must know of a speculator.
 
-    layout: "medusa", "eagle3", "eagle1" or "draft", which says what inputs its graph has. taps: the target's residual
+    layout: "medusa", "draft", or one of EAGLE's: "joined", "eagle3", "eagle1". taps: the target's residual
     streams that its `features` holds, in this order. acceptance[depth][rank]: the chance that the candidate of that
     rank is the target's token, the path so far being right. files: name inside its folder -> size and digest.
     """

@@ -27,7 +27,7 @@ class DialogueForm:
 
 
 def dialogue_form(tokenizer: Tokenizer) -> DialogueForm:
-    """Cut the chat template at the texts of the turns; without a template a dialogue is plain text, without a user turn.
+    """Cut the chat template at the texts of the turns; without a template a dialogue is plain text without turns.
 
     Raises UsageError where the template fails on a plain conversation.
     """

@@ -50,7 +50,8 @@ _ASK = _short(
 )  # fmt: skip
 
 _WRITE = _short(
-    "Write a short story about ", "Write a poem about ", "Write an email to ", "Write a letter to ", "Write a blog post about ",
+    "Write a short story about ", "Write a poem about ", "Write an email to ", "Write a letter to ",
+    "Write a blog post about ",
     "Write a speech about ", "Write a dialogue between ", "Write a product description for ", "Write a review of ",
     "Write an essay on ", "Draft a ", "Compose a ", "Create a plan for ", "Come up with five ideas for ",
     "Give me a list of ", "List ten ", "Suggest a ", "Help me write ", "Invent a ", "Write a recipe for ",
@@ -66,12 +67,14 @@ _MATHS = _short(
 )  # fmt: skip
 
 _REASON = _short(
-    "Three friends ", "If all ", "Suppose that ", "Which of the following ", "Put these in order: ", "What comes next: ",
-    "Find the odd one out: ", "Is the following argument valid? ", "You have two ", "There are three boxes",
+    "Three friends ", "If all ", "Suppose that ", "Which of the following ", "Put these in order: ",
+    "What comes next: ", "Find the odd one out: ",
+    "Is the following argument valid? ", "You have two ", "There are three boxes",
 )  # fmt: skip
 
 _CODE = _short(
-    "Write a Python function that ", "Write a Python program to ", "Write a JavaScript function ", "Write a SQL query to ",
+    "Write a Python function that ", "Write a Python program to ", "Write a JavaScript function ",
+    "Write a SQL query to ",
     "Write a C++ program ", "Write a class in Python for ", "How do I use ", "What does this code do?\n\n",
     "Fix the bug in this code:\n\n", "Explain this function:\n\ndef ", "Write a shell script that ",
     "Implement ", "Complete the function:\n\ndef ", "Write unit tests for ", "Write an HTML page ",
@@ -176,8 +179,9 @@ FOLLOW_UP: tuple[Seed, ...] = (
     Seed((Part("", 3, 60),)),
     Seed((Part("", 3, 60),)),
     *_short(
-        "Can you ", "Why ", "How ", "What about ", "Now ", "Make it ", "Give me another ", "Explain the ", "Rewrite it ",
-        "Thanks! ", "And what ", "Write ", "Could you ", "Please ", "I don't understand ", "Tell me more about ",
+        "Can you ", "Why ", "How ", "What about ", "Now ", "Make it ", "Give me another ", "Explain the ",
+        "Rewrite it ", "Thanks! ", "And what ", "Write ", "Could you ", "Please ",
+        "I don't understand ", "Tell me more about ",
     ),
     Seed((Part("Summarize your answer.", 0, 0),)),
     Seed((Part("Summarize that in one sentence.", 0, 0),)),

@@ -47,8 +47,8 @@ Writing = Generator[int, NDArray[np.float32], None]  # yields the token to run, 
 class SelfWriter:
     """Writes dialogues over `session`, as many at a time as it has rows.
 
-    start: number of the first dialogue; each has random numbers of its own. prompts: user turns (token ids) to answer
-    instead of self-written ones, in order, again and again.
+    start: number of the first dialogue; each has random numbers of its own, keyed on `seed` and its number.
+    prompts: user turns (token ids) to answer instead of self-written ones, in order, again and again.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SelfWriter:
         tokenizer: Tokenizer,
         form: DialogueForm,
         *,
-        seed: int,
+        seed: Sequence[int],
         start: int = 0,
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class SelfWriter:
                     fed[index] = next(row.writing)
 
     def _begin(self) -> _Row:
-        random = np.random.default_rng([self._seed, self._number])
+        random = np.random.default_rng([*self._seed, self._number])
         prompt = None if self._prompts is None else self._prompts[self._number % len(self._prompts)]
         self._number += 1
         row = _Row(random, self._limit)

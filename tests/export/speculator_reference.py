@@ -141,12 +141,16 @@ def reference_eagle(
     epsilon = config.norm_epsilon
     table = t("embedding") if "embedding" in speculator else ends.embedding.weight
     embedded = table[tokens].astype(np.float64)
-    if config.layout == "eagle3":
+    if config.layout != "eagle1":
         if "tap_norms" in speculator:
             taps = features.reshape(features.shape[0], -1, hidden)
             features = _norm(taps, t("tap_norms"), epsilon).reshape(features.shape)
         x = np.concatenate([features @ t("fc").T.astype(np.float64), recycled])
-        joined = np.concatenate([_norm(embedded, t("input_norm"), epsilon), _norm(x, t("hidden_norm"), epsilon)], -1)
+        name = "input_norm" if config.layout == "eagle3" else "embedding_norm"
+        joined = np.concatenate([_norm(embedded, t(name), epsilon), _norm(x, t("hidden_norm"), epsilon)], -1)
+        if config.layout == "joined":
+            x = joined @ t("join").T.astype(np.float64)
+            joined = _norm(x, t("input_norm"), epsilon)
     else:
         features = np.concatenate([_norm(features, ends.final_norm, ends.norm_epsilon), recycled])
         x = np.concatenate([embedded, features], -1) @ t("fc").T.astype(np.float64)
@@ -155,7 +159,7 @@ def reference_eagle(
         joined = x
     x = x + _attend(config, speculator, "", joined)
     x = x + _mlp(speculator, "", _norm(x, t("mlp_norm"), epsilon))
-    final = _norm(x, t("final_norm"), epsilon) if config.layout == "eagle3" else x
+    final = _norm(x, t("final_norm"), epsilon) if config.layout != "eagle1" else x
     return final @ _cut_head(speculator, ends).T, x
 
 

@@ -14,7 +14,7 @@ import pytest
 from specrun.export import speculator_parts
 from specrun.export.graph import build_target, feature_taps
 from specrun.export.quantize import FloatMatrix, Matrix
-from specrun.export.speculator_config import DraftConfig
+from specrun.export.speculator_config import EAGLE_LAYOUTS, DraftConfig
 from specrun.export.speculator_parts import SpeculatorParts, model_config
 from specrun.export.speculator_weights import Speculator
 from specrun.export.target_ends import dequantize_matrix
@@ -93,7 +93,7 @@ def test_medusa(own: tuple[str, ...], draft_vocabulary: int | None, check: Check
 
 
 @pytest.mark.parametrize("optional", [(), OPTIONAL, ("head", "embedding")])
-@pytest.mark.parametrize("layout", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
 def test_eagle(layout: str, optional: tuple[str, ...], check: Check, tmp_path: Path) -> None:
     speculator = tiny_speculator(layout, with_optional=optional)
     features, recycled = inputs_for(speculator, 6, 2)
@@ -168,7 +168,7 @@ def test_the_choice_follows_temperature_and_noise(tmp_path: Path) -> None:
     assert sorted(tokens[0]) == list(speculator.vocabulary)
 
 
-@pytest.mark.parametrize("layout", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
 def test_an_older_onnxruntime_knows_the_attention(layout: str, tmp_path: Path) -> None:
     graph = ir.load(write_graph(tiny_speculator(layout), ENDS, tmp_path / "graph")).graph
     (attention,) = [node for node in graph if node.op_type == "GroupQueryAttention"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from specrun.export.speculator_config import (
+    EAGLE_LAYOUTS,
     DraftConfig,
     EagleConfig,
     MedusaConfig,
@@ -16,7 +17,7 @@ from specrun.export.speculator_config import (
 )
 from specrun.export.speculator_weights import Speculator, Tensor, quantized
 
-LAYOUTS = ("medusa", "eagle3", "eagle1", "draft")
+LAYOUTS = ("medusa", "joined", "eagle3", "eagle1", "draft")
 DRAFT_VOCABULARY = 120
 
 
@@ -46,7 +47,7 @@ def tiny_speculator(
     target = target or tiny_target()
     config = tiny_config(layout)
     if taps is None:
-        taps = {"draft": (), "eagle3": (0, 1)}.get(layout, (target.layers,))
+        taps = {"draft": (), "eagle3": (0, 1), "joined": (0, 1)}.get(layout, (target.layers,))
     rng = np.random.default_rng(seed)
     tensors: dict[str, Tensor] = {}
     if draft_vocabulary is not None:
@@ -61,7 +62,7 @@ def tiny_speculator(
         else:
             tensors |= {name: values * np.float32(0.15)} if plain else quantized(name, values * np.float32(0.15))
     return Speculator(
-        method="eagle" if layout.startswith("eagle") else layout,
+        method="eagle" if layout in EAGLE_LAYOUTS else layout,
         name=f"tiny-{layout}",
         licence="apache-2.0",
         target=target,

@@ -1,0 +1,64 @@
+"""A small draft model in torch: a few layers between the target's embedding and its cut head, distilled from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from specrun.export.training.batches import Batch
+from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary, SoftCrossEntropy
+from specrun.export.training.scores import Scores
+from specrun.export.training.target_parts import TargetParts
+
+
+class DraftLayer(nn.Module):
+    """One llama layer."""
+
+    def __init__(self, parts: TargetParts) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(parts.hidden, parts.epsilon)
+        self.attention = Attention(parts.hidden, parts.heads, parts.kv_heads, parts.head_dim)
+        self.mlp_norm = RMSNorm(parts.hidden, parts.epsilon)
+        self.mlp = Mlp(parts.hidden, parts.intermediate)
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
+        """x [rows, length, hidden] -> the same."""
+        x = x + self.attention(self.input_norm(x), rotary, mask)
+        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
+        return mixed
+
+
+class DraftModel(nn.Module):
+    """Position i gives token i + 1, as the target does."""
+
+    def __init__(self, parts: TargetParts, layers: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.layers = nn.ModuleList(DraftLayer(parts) for _ in range(layers))
+        self.final_norm = RMSNorm(parts.hidden, parts.epsilon)
+        with torch.no_grad():
+            self.final_norm.weight.copy_(parts.final_norm)
+
+    def losses(self, batch: Batch, depth: int) -> tuple[Tensor, Scores]:
+        """The loss, and how often a chain of `depth` tokens was right at each of them."""
+        rotary = Rotary(self.parts.head_dim, self.parts.rope_theta, batch.positions)
+        mask = batch.mask()
+        x = self.parts.embedding[batch.tokens[:, :-1]].float()
+        for layer in self.layers:
+            x = layer(x, rotary, mask)
+        wanted = batch.scored(1)
+        logits = nn.functional.linear(self.final_norm(x[wanted]), self.parts.head)
+        with torch.no_grad():
+            residual = batch.features[:, :-1, -self.parts.hidden :]
+            target = torch.softmax(self.parts.logits(residual[wanted]).float(), -1)
+        return SoftCrossEntropy.apply(logits, target).mean(), _chain_scores(wanted, logits, target, depth)
+
+
+def _chain_scores(wanted: Tensor, logits: Tensor, target: Tensor, depth: int) -> Scores:
+    """A chain that starts at a place runs over the `depth` places from there on."""
+    scores = Scores(depth)
+    right: Tensor | None = None
+    for step in range(depth):
+        here = None if right is None else nn.functional.pad(right[:, :-1], (1, 0))
+        right = scores.add(step, wanted, logits, target, here)
+    return scores

@@ -1,0 +1,49 @@
+"""Medusa heads in torch and their loss (Cai et al. 2024), with one head matrix for all, cut from the target's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from specrun.export.training.batches import Batch
+from specrun.export.training.layers import SoftCrossEntropy
+from specrun.export.training.scores import Scores
+from specrun.export.training.target_parts import TargetParts
+
+STEP_WEIGHT = 0.8  # of the loss of a head against that of the head before
+
+
+class MedusaModel(nn.Module):
+    """Head j guesses the token j + 2 places after the position whose last residual stream it reads."""
+
+    def __init__(self, parts: TargetParts, heads: int, blocks: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.heads = nn.ModuleList(
+            nn.ModuleList(nn.Linear(parts.hidden, parts.hidden) for _ in range(blocks)) for _ in range(heads)
+        )
+        for linear in self.modules():
+            if isinstance(linear, nn.Linear):
+                nn.init.zeros_(linear.weight)
+                nn.init.zeros_(linear.bias)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Scores]:
+        """The loss, and how often each head was right."""
+        residual = batch.features[..., -self.parts.hidden :]
+        normed = self.parts.normed(residual[:, :-1])
+        total = torch.zeros(())
+        scores = Scores(len(self.heads))
+        right: Tensor | None = None
+        for index, blocks in enumerate(self.heads):
+            wanted = batch.scored(index + 2)
+            ahead = residual[:, index + 1 :]
+            wanted = wanted[:, : ahead.shape[1]]
+            z = normed[:, : ahead.shape[1]][wanted]
+            for block in blocks:
+                z = z + nn.functional.silu(block(z))
+            logits = nn.functional.linear(z.to(self.parts.head.dtype), self.parts.head)
+            with torch.no_grad():
+                target = torch.softmax(self.parts.logits(ahead[wanted]).float(), -1)
+            total = total + STEP_WEIGHT**index * SoftCrossEntropy.apply(logits, target).mean()
+            right = scores.add(index, wanted, logits, target, None if right is None else right[:, : ahead.shape[1]])
+        return total, scores

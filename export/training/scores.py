@@ -1,0 +1,52 @@
+"""How often the candidates of each depth and rank are the target's own best token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RANKS = 8
+
+
+class Scores:
+    """Counts by depth: places whose path so far was right, and of those, the rank at which the target's token stood.
+
+    counts  f64 [depths, 1 + RANKS]: tried, then right at rank 0, 1, ...
+    """
+
+    def __init__(self, depths: int) -> None:
+        self.counts = torch.zeros(depths, 1 + RANKS, dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, depth: int, wanted: Tensor, logits: Tensor, target: Tensor, right: Tensor | None) -> Tensor:
+        """Count one depth; bool, like `wanted`: the path was right before, and the best candidate of this depth is.
+
+        wanted: places that count; logits and target [number of them, vocabulary]; right: where the path was right
+        before, None for everywhere
+        """
+        reached = wanted if right is None else wanted & right
+        inside = reached[wanted]
+        best = target.argmax(-1)
+        ranks = (logits > logits.gather(-1, best[:, None])).sum(-1)[inside]
+        self.counts[depth, 0] += inside.sum()
+        self.counts[depth, 1:] += torch.bincount(ranks.clamp(max=RANKS), minlength=RANKS + 1)[:RANKS]
+        stands = torch.zeros_like(wanted)
+        stands[wanted] = logits.argmax(-1) == best
+        return stands & reached
+
+    def merge(self, other: Scores) -> None:
+        """Add the counts of another."""
+        self.counts += other.counts
+
+    def acceptance(self) -> list[list[float]]:
+        """[depth][rank]: the chance that the candidate is the target's token where the path so far was right."""
+        rates = self.counts[:, 1:] / self.counts[:, :1].clamp(min=1)
+        return [[round(float(rate), 4) for rate in row] for row in rates]
+
+    def mean_accepted_tokens(self) -> float:
+        """Tokens a round of a chain of all depths, the bonus or correction included."""
+        total = reach = 1.0
+        for row in self.acceptance():
+            reach *= row[0]
+            total += reach
+        return total
