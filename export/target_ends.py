@@ -25,13 +25,56 @@ _ROWS_AT_ONCE = 4096
 class TargetEnds:
     """What a speculator shares with its target; a tied head is the embedding itself.
 
-    `final_norm` f32 [hidden] with its epsilon stands between the last residual stream and the head.
+    `final_norm` f32 [hidden] with its epsilon stands between the last residual stream and the head. `rope_theta` is the
+    base of the target's rotary frequencies, before any scaling of the low ones.
     """
 
     embedding: Matrix
     head: Matrix
     final_norm: NDArray[np.float32]
     norm_epsilon: float
+    rope_theta: float = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLayer:
+    """One decoder layer of a target, f32: norms [hidden], matrices [N, K] with q, k, v and gate, up in one."""
+
+    input_norm: NDArray[np.float32]
+    qkv: NDArray[np.float32]
+    output: NDArray[np.float32]
+    mlp_norm: NDArray[np.float32]
+    gate_up: NDArray[np.float32]
+    down: NDArray[np.float32]
+
+
+def read_target_layer(bundle: Bundle, index: int) -> TargetLayer:
+    """Read layer `index` of a bundle's target, without its biases and head norms.
+
+    Raises IntegrityError where the graph is not one that specrun exported.
+    """
+    spec = min(bundle.manifest.graphs.values(), key=lambda graph: graph.file)
+    sizes = bundle.manifest.sizes
+    prefix = f"model.layers.{index}"
+    try:
+        found = _Initializers(ir.load(bundle.path / spec.file).graph, spec.data)
+        return TargetLayer(
+            input_norm=np.array(found.array(f"{prefix}.input_layernorm.weight"), np.float32),
+            qkv=found.fused(f"{prefix}.self_attn.q_proj_k_proj_v_proj", sizes.hidden),
+            output=found.fused(f"{prefix}.self_attn.o_proj", sizes.heads * sizes.head_dim),
+            mlp_norm=np.array(found.array(f"{prefix}.post_attention_layernorm.weight"), np.float32),
+            gate_up=found.fused(f"{prefix}.mlp.gate_proj_up_proj", sizes.hidden),
+            down=found.fused(f"{prefix}.mlp.down_proj", sizes.intermediate),
+        )
+    except (KeyError, ValueError, OSError) as error:
+        raise _not_ours(bundle, spec.file, error) from error
+
+
+def _not_ours(bundle: Bundle, file: str, error: Exception) -> IntegrityError:
+    return IntegrityError(
+        f"{bundle.path / file} is no target graph that specrun exported ({type(error).__name__}: {error}); "
+        "export the model again."
+    )
 
 
 def read_target_ends(bundle: Bundle) -> TargetEnds:
@@ -51,6 +94,7 @@ def read_target_ends(bundle: Bundle) -> TargetEnds:
         embedding = found.matrix(_EMBEDDING, hidden)
         head = found.matrix(_HEAD, hidden) if any(name.startswith(_HEAD) for name in found.values) else embedding
         norm = np.array(found.array(_NORM), np.float32)
+        theta = found.rope_theta(bundle.manifest.sizes.head_dim)
         epsilon = next(
             node.attributes["epsilon"].as_float()
             for node in graph
@@ -64,7 +108,7 @@ def read_target_ends(bundle: Bundle) -> TargetEnds:
     vocabulary = bundle.manifest.sizes.vocabulary
     if norm.shape != (hidden,) or embedding.rows != vocabulary or head.rows != vocabulary:
         raise IntegrityError(f"{path} does not have the sizes of its manifest; export it again.")
-    return TargetEnds(embedding, head, norm, float(epsilon))
+    return TargetEnds(embedding, head, norm, float(epsilon), theta)
 
 
 class _Initializers:
@@ -79,6 +123,22 @@ class _Initializers:
         if tensor is None or (isinstance(tensor, ir.ExternalTensor) and str(tensor.location) not in self._data):
             raise ValueError(f"{name} has no data in the bundle")
         return tensor.numpy()
+
+    def fused(self, label: str, columns: int) -> NDArray[np.float32]:
+        """The matrices label.0, label.1, ... of one input, dequantised, one below the other."""
+        pieces = []
+        while any(name.startswith(f"{label}.{len(pieces)}.") for name in self.values):
+            pieces.append(dequantize_matrix(self.matrix(f"{label}.{len(pieces)}", columns)))
+        if not pieces:
+            raise KeyError(label)
+        return np.concatenate(pieces)
+
+    def rope_theta(self, head_dim: int) -> float:
+        """From the second of the frequencies theta ** (-2 i / head_dim), whose angle at position 1 the tables hold."""
+        if head_dim < 4 or "cos" not in self.values:
+            return 10_000.0
+        angle = float(np.arctan2(self.array("sin")[1, 1], self.array("cos")[1, 1]))
+        return float(f"{angle ** (-head_dim / 2):.4g}")
 
     def matrix(self, name: str, columns: int) -> Matrix:
         if f"{name}.weight" in self.values:
