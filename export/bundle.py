@@ -13,12 +13,15 @@ from specrun.export.fidelity import TEXT, measure_fidelity
 from specrun.export.graph import build_target, feature_taps
 from specrun.export.graph_builder import tensor_specs
 from specrun.export.quantize import DEFAULT_BLOCKS, check_precision
+from specrun.export.shipped import ensure_shipped
+from specrun.export.speculator_weights import Speculator
+from specrun.export.speculators import own_speculators, reattach
 from specrun.export.tokenizer import TokenizerFiles, tokenizer_files
 from specrun.export.weight_file import WeightFile
 from specrun.export.weight_store import SPARE_POSITIONS, store_weights
 from specrun.export.weights import open_weights
 from specrun.models_cache.errors import UsageError
-from specrun.models_cache.layout import Bundle
+from specrun.models_cache.layout import Bundle, models_dir
 from specrun.models_cache.manifest import FeaturesSpec, GraphSpec, KVSpec, Manifest, Sizes, SourceInfo
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.models_cache.sources import FetchedSource, fetch_source
@@ -47,7 +50,8 @@ def export_bundle(
 
     precision: int8 (default), int4, fp32, or source: a GGUF's own quantisation kept exactly. block: columns that share
     a scale (int8, int4). name: the source's own name, with the precision after it unless it is the default.
-    output: a folder outside the cache. An existing bundle of that name is returned as it is unless `force`.
+    output: a folder outside the cache. An existing bundle of that name is returned as it is unless `force`; then its
+    speculators are made anew for the next. Those that specrun ships for these weights are attached.
 
     Raises UsageError, also where a bundle of that name was made from another source or in another precision;
     SourceError, IntegrityError, UnsupportedModelError, CacheError.
@@ -58,7 +62,11 @@ def export_bundle(
     if name is None:
         name = bundle_name(source) if precision == DEFAULT_PRECISION else f"{bundle_name(source)}-{precision}"
 
+    target = models_dir() / name if output is None else output.expanduser()
+    kept: list[Speculator] = []
+
     def build(folder: Path) -> Manifest:
+        kept.extend(own_speculators(target))
         fetched = fetch_source(source, progress=report)
         return write_bundle(folder, fetched, precision=precision, block=block, progress=report)
 
@@ -70,6 +78,8 @@ def export_bundle(
             f"{name} is there already, made from {manifest.source.name} as {made[1]}: "
             "choose another --name, or --force to replace it."
         )
+    reattach(bundle, kept, report)
+    ensure_shipped(bundle, report)
     return bundle
 
 

@@ -161,20 +161,33 @@ def write_speculator(folder: Path, speculator: Speculator) -> None:
         os.replace(part, folder / name)
 
 
+def read_description(folder: Path) -> Speculator:
+    """Read `speculator.json` alone: a speculator without tensors, its sizes not yet compared with any.
+
+    Raises as `read_speculator` does.
+    """
+    if not (folder / JSON_NAME).is_file():
+        raise ModelNotFoundError(f"{folder} holds no {JSON_NAME}, so it is no speculator; `specrun train` makes one.")
+    try:
+        return _read_json(folder)
+    except StrictJsonError as error:
+        raise IntegrityError(f"{folder / JSON_NAME} is not valid: {error}; fetch or train it again.") from None
+    except OSError as error:
+        raise IntegrityError(f"{folder / JSON_NAME} cannot be read ({error.strerror or error}).") from error
+
+
 def read_speculator(folder: Path) -> Speculator:
     """Read and check a folder that `write_speculator` wrote; shapes are compared before any tensor is read.
 
     Raises ModelNotFoundError where there is none, IntegrityError for a file that is not what it must be.
     """
-    if not (folder / JSON_NAME).is_file():
-        raise ModelNotFoundError(f"{folder} holds no {JSON_NAME}, so it is no speculator; `specrun train` makes one.")
+    speculator = read_description(folder)
     try:
-        speculator = _read_json(folder)
         tensors = _read_tensors(folder / TENSORS_NAME, speculator)
     except StrictJsonError as error:
         raise IntegrityError(f"{folder / JSON_NAME} is not valid: {error}; fetch or train it again.") from None
     except OSError as error:
-        raise IntegrityError(f"{error.filename or folder} cannot be read ({error.strerror or error}).") from error
+        raise IntegrityError(f"{folder / TENSORS_NAME} cannot be read ({error.strerror or error}).") from error
     speculator = dataclasses.replace(speculator, tensors=tensors)
     _check_values(str(folder), speculator)
     return speculator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -16,11 +17,12 @@ from specrun.export.speculator_parts import SpeculatorParts, model_config
 from specrun.export.speculator_weights import Speculator, encode_speculator, read_speculator
 from specrun.export.target_ends import read_target_ends
 from specrun.export.weight_file import WeightFile
-from specrun.models_cache.errors import UnsupportedModelError, UsageError
-from specrun.models_cache.layout import Bundle
-from specrun.models_cache.manifest import GraphSpec
+from specrun.models_cache.errors import SpecrunError, UnsupportedModelError, UsageError
+from specrun.models_cache.layout import Bundle, check_bundle_name
+from specrun.models_cache.manifest import GraphSpec, read_manifest_file
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.models_cache.speculator import (
+    SPECULATORS,
     VOCABULARY_NAME,
     InstalledSpeculator,
     SpeculatorManifest,
@@ -69,17 +71,19 @@ def attach_speculator(
     force: bool = False,
     progress: Progress | None = None,
     extra_files: dict[str, bytes] | None = None,
+    shipped: bool = False,
 ) -> InstalledSpeculator:
-    """As `attach`, for weights in memory; `extra_files` are kept beside them."""
+    """As `attach`, for weights in memory; `extra_files` are kept beside them. shipped: they come with specrun."""
     step = progress or no_progress
-    speculator = dataclasses.replace(speculator, name=name or speculator.name)
+    if name is not None:
+        speculator = dataclasses.replace(speculator, name=check_bundle_name(name))
     check_fit(bundle, speculator)
     weights = encode_speculator(speculator)
     label = f"Attaching {speculator.name}"
 
     def build(folder: Path) -> SpeculatorManifest:
         step(label, 0, 1)
-        manifest = _write_graphs(folder, bundle, speculator)
+        manifest = dataclasses.replace(_write_graphs(folder, bundle, speculator), shipped=shipped)
         for file, content in (weights | (extra_files or {})).items():
             if content:
                 (folder / file).write_bytes(content)
@@ -94,6 +98,34 @@ def attach_speculator(
             "choose another name, or --force to replace it."
         )
     return installed
+
+
+def own_speculators(folder: Path) -> list[Speculator]:
+    """The weights of the sound speculators in a bundle's folder, without those that came with specrun.
+
+    For a bundle that is about to be replaced: `reattach` brings them into the next.
+    """
+    found = []
+    places = sorted((folder / SPECULATORS).iterdir()) if (folder / SPECULATORS).is_dir() else []
+    for place in places:
+        try:
+            manifest, _ = read_manifest_file(place, SpeculatorManifest.from_json)
+            if not manifest.shipped:
+                found.append(dataclasses.replace(read_speculator(place), name=manifest.name))
+        except SpecrunError:
+            continue  # one that cannot be read is not worth failing an export for
+    return found
+
+
+def reattach(bundle: Bundle, speculators: Iterable[Speculator], progress: Progress = no_progress) -> None:
+    """Attach those that fit the target; a bundle of another model under the same name has no use for the others."""
+    for speculator in speculators:
+        try:
+            check_fit(bundle, speculator)
+        except (UsageError, UnsupportedModelError):
+            progress(f"{speculator.name} does not fit the new model and is dropped", 0, None)
+            continue
+        attach_speculator(bundle, speculator, force=True, progress=progress)
 
 
 def check_fit(bundle: Bundle, speculator: Speculator) -> None:

@@ -79,7 +79,8 @@ class SpeculatorManifest:
 
     layout: "medusa", "draft", or one of EAGLE's: "joined", "eagle3", "eagle1". taps: the target's residual
     streams that its `features` holds, in this order. acceptance[depth][rank]: the chance that the candidate of that
-    rank is the target's token, the path so far being right. files: name inside its folder -> size and digest.
+    rank is the target's token, the path so far being right. shipped: it came with specrun, so a newer one may take its place.
+    files: name inside its folder -> size and digest.
     """
 
     name: str
@@ -91,6 +92,7 @@ class SpeculatorManifest:
     taps: tuple[int, ...]
     acceptance: tuple[tuple[float, ...], ...]
     licence: str | None
+    shipped: bool = False
     files: dict[str, FileInfo] = field(default_factory=dict)
     schema_version: int = SPECULATOR_SCHEMA
 
@@ -324,6 +326,7 @@ def speculator_facts(speculator: InstalledSpeculator) -> dict[str, Any]:
         "layout": manifest.layout,
         "bytes": sum(info.size for info in manifest.files.values()),
         "licence": manifest.licence,
+        "shipped": manifest.shipped,
         "digest": speculator.digest,
     }
 

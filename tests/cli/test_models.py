@@ -184,6 +184,7 @@ def test_speculators_are_listed_and_removed(bundle: Bundle) -> None:
         "layout": "eagle3",
         "bytes": size,
         "licence": "mit",
+        "shipped": False,
         "digest": made.digest,
     }
     result = run("verify", "tiny")
