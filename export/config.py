@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from specrun.export.config_keys import Keys, RopeConfig, read_config, rope_from_json
 from specrun.export.families import Family, family_for
-from specrun.models_cache.errors import IntegrityError, UnsupportedModelError
-from specrun.models_cache.strictjson import StrictJsonError, parse_object
-
-RopeKind = Literal["default", "linear", "llama3"]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary frequencies: theta ** (-2 i / head_dim), scaled by `kind`. `linear` divides all by `factor`.
-
-    `llama3` divides the low ones by `factor` and blends between the wavelengths `original_context` over
-    `low_frequency_factor` and over `high_frequency_factor`.
-    """
-
-    theta: float
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_context: int = 0
+from specrun.models_cache.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +85,7 @@ def config_from_json(folder: Path) -> ModelConfig:
     Raises IntegrityError when the file is missing or is not JSON, UnsupportedModelError when the model uses what
     specrun does not build (another architecture, activation, rope type, a quantised checkpoint).
     """
-    raw = _read_json(folder / "config.json")
+    raw = read_config(folder / "config.json")
     architectures = raw.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else raw.get("model_type")
     family = family_for(str(named))
@@ -115,7 +96,7 @@ def config_from_json(folder: Path) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"The activation {activation!r} is not supported; specrun builds silu only.")
-    keys = _Keys(raw, "config.json")
+    keys = Keys(raw, "config.json")
     heads = keys.integer("num_attention_heads")
     hidden = keys.integer("hidden_size")
     layers = keys.integer("num_hidden_layers", limit=_LIMITS["layers"])
@@ -134,7 +115,7 @@ def config_from_json(folder: Path) -> ModelConfig:
         vocabulary=keys.integer("vocab_size"),
         context=context,
         norm_epsilon=keys.number("rms_norm_eps", 1e-6),
-        rope=_rope_from_json(keys, family, context),
+        rope=rope_from_json(keys, family.default_theta, context),
         tied_head=keys.flag("tie_word_embeddings", family.default_tied_head),
         attention_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
@@ -153,7 +134,7 @@ def config_from_gguf(reader: GGUFHeader) -> ModelConfig:
     family = family_for(architecture, gguf=True)
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in reader.metadata.items() if key.startswith(prefix)}
-    keys = _Keys(own, "the GGUF metadata", prefix)
+    keys = Keys(own, "the GGUF metadata", prefix)
     for key, value in own.items():
         if key not in _GGUF_KEYS or (key in _GGUF_INERT and value not in _GGUF_INERT[key]):
             raise UnsupportedModelError(
@@ -231,50 +212,6 @@ _GGUF_KEYS = frozenset(_GGUF_INERT) | {
 }
 
 
-class _Keys:
-    """Typed reads of a mapping, with errors that name the key and what it holds."""
-
-    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
-        self.raw, self._source, self._prefix = raw, source, prefix
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.raw.get(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise UnsupportedModelError(f"The key {self._prefix}{key} is missing from {self._source}.")
-        return default
-
-    def _wrong(self, key: str, wanted: str, value: object) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self._prefix}{key} in {self._source} must be {wanted}, and is {value!r}.")
-
-    def integer(self, key: str, default: int | None = None, least: int = 0, limit: int = 2**31) -> int:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
-            raise self._wrong(key, f"a whole number from {least} to {limit}", value)
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            raise self._wrong(key, "a positive number", value)
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
-        return value
-
-    def items(self, key: str, length: int, allowed: tuple[object, ...]) -> list[Any] | None:
-        value = self.raw.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) < length or any(item not in allowed for item in value):
-            raise self._wrong(key, f"a list of at least {length} of {allowed}", value)
-        return value[:length]
-
-
 def _even_share(hidden: int, heads: int) -> int:
     return hidden // heads if heads and hidden % heads == 0 else 0
 
@@ -287,37 +224,7 @@ def _window_within(window: int | None, context: int) -> int | None:
     return window if window is not None and window < context else None
 
 
-def _rope_from_json(keys: _Keys, family: Family, context: int) -> RopeConfig:
-    # transformers 5 keeps everything in rope_parameters; before, rope_theta stood beside an optional rope_scaling.
-    raw = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters") or {}
-    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
-        raise UnsupportedModelError("Rotary parameters that differ between layer types are not supported.")
-    rope = _Keys(raw, "the rope parameters of config.json")
-    theta = rope.number("rope_theta", keys.number("rope_theta", family.default_theta))
-    for source in (keys, rope):
-        if (partial := source.number("partial_rotary_factor", 1.0)) != 1.0:
-            raise UnsupportedModelError(f"A partial_rotary_factor of {partial} is not supported; it must be 1.")
-    kind = raw.get("rope_type", raw.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, "linear", rope.number("factor"))
-    if kind == "llama3":
-        scaled = RopeConfig(
-            theta,
-            "llama3",
-            rope.number("factor"),
-            rope.number("low_freq_factor"),
-            rope.number("high_freq_factor"),
-            keys.integer("original_max_position_embeddings", rope.integer("original_max_position_embeddings", context)),
-        )
-        if scaled.low_frequency_factor >= scaled.high_frequency_factor or not scaled.original_context:
-            raise UnsupportedModelError("The llama3 rope parameters need low_freq_factor < high_freq_factor.")
-        return scaled
-    raise UnsupportedModelError(f"The rope type {kind!r} is not supported; specrun knows default, linear and llama3.")
-
-
-def _rope_from_gguf(keys: _Keys) -> RopeConfig:
+def _rope_from_gguf(keys: Keys) -> RopeConfig:
     # A GGUF file carries llama3 scaling as the tensor rope_freqs.weight, which `rotary_tables` applies.
     theta = keys.number("rope.freq_base", 10_000.0)
     kind = keys.raw.get("rope.scaling.type", "none")
@@ -329,7 +236,7 @@ def _rope_from_gguf(keys: _Keys) -> RopeConfig:
     return RopeConfig(theta, "linear", factor)
 
 
-def _layers_from_json(keys: _Keys, family: Family, layers: int, context: int) -> tuple[LayerConfig, ...]:
+def _layers_from_json(keys: Keys, family: Family, layers: int, context: int) -> tuple[LayerConfig, ...]:
     rotary = [True] * layers
     if family.no_rope_interval is not None:
         interval = keys.integer("no_rope_layer_interval", family.no_rope_interval, least=1)
@@ -341,7 +248,7 @@ def _layers_from_json(keys: _Keys, family: Family, layers: int, context: int) ->
     return tuple(LayerConfig(window if slide else None, rotates) for slide, rotates in zip(slides, rotary, strict=True))
 
 
-def _window_from_json(keys: _Keys, family: Family) -> int | None:
+def _window_from_json(keys: Keys, family: Family) -> int | None:
     rule = family.window_rule
     if rule == "none" or (rule != "all" and not keys.flag("use_sliding_window", False)):
         return None
@@ -350,7 +257,7 @@ def _window_from_json(keys: _Keys, family: Family) -> int | None:
     return keys.integer("sliding_window", least=1) if "sliding_window" in keys.raw else family.default_window
 
 
-def _sliding_layers(keys: _Keys, family: Family, window: int | None, rotary: list[bool]) -> list[bool]:
+def _sliding_layers(keys: Keys, family: Family, window: int | None, rotary: list[bool]) -> list[bool]:
     """Which layers the window applies to: what `layer_types` lists, else what the family does."""
     slides = [window is not None] * len(rotary)
     if window is not None and family.window_rule == "upper_layers":
@@ -365,15 +272,6 @@ def _sliding_layers(keys: _Keys, family: Family, window: int | None, rotary: lis
     if listed != slides and (window is None or family.window_rule == "all"):
         raise UnsupportedModelError(f"layer_types in config.json contradicts the sliding window of {family.name}.")
     return listed
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return parse_object(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise IntegrityError(f"{path.parent} has no {path.name}; it is not a complete model folder.") from None
-    except (UnicodeDecodeError, StrictJsonError) as error:
-        raise IntegrityError(f"{path} is not valid ({error}); fetch it again.") from None
 
 
 def _model_name(raw: Mapping[str, Any], folder: Path) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.export.config import ModelConfig, RopeConfig
+from specrun.export.config import ModelConfig
+from specrun.export.config_keys import RopeConfig
 from specrun.models_cache.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specrun.export.config import RopeConfig
+from specrun.export.config_keys import RopeConfig
 from specrun.models_cache.strictjson import StrictJsonError
 
 METHODS = ("medusa", "eagle", "draft")

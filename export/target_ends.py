@@ -126,7 +126,7 @@ class _Initializers:
 
     def fused(self, label: str, columns: int) -> NDArray[np.float32]:
         """The matrices label.0, label.1, ... of one input, dequantised, one below the other."""
-        pieces = []
+        pieces: list[NDArray[np.float32]] = []
         while any(name.startswith(f"{label}.{len(pieces)}.") for name in self.values):
             pieces.append(dequantize_matrix(self.matrix(f"{label}.{len(pieces)}", columns)))
         if not pieces:

@@ -27,7 +27,9 @@ _COMPARED_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
+    """Where one tensor lies."""
+
     file: str
     dtype: str
     shape: tuple[int, ...]
@@ -46,12 +48,12 @@ class SafetensorsWeights:
     def __init__(self, folder: Path) -> None:
         self.config: ModelConfig = config_from_json(folder)
         self.files: dict[str, Path] = {"config.json": folder / "config.json"}
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         if (folder / _INDEX).is_file():
             self.files[_INDEX] = folder / _INDEX
         for file in _weight_files(folder):
             self.files[file] = folder / file
-            entries = _read_header(folder / file)
+            entries = read_header(folder / file)
             if doubled := [name for name in entries if name in self._entries]:
                 raise IntegrityError(f"{doubled[0]} is in both {self._entries[doubled[0]].file} and {file}.")
             self._entries |= entries
@@ -77,7 +79,7 @@ class SafetensorsWeights:
         self._entries[name]
         return None
 
-    def _raw(self, entry: _Entry) -> NDArray[np.uint8]:
+    def _raw(self, entry: Entry) -> NDArray[np.uint8]:
         return map_bytes(self.files[entry.file], entry.start, entry.end - entry.start)
 
     def _drop_inert(self) -> None:
@@ -105,7 +107,7 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
     return (_SINGLE,) if _SINGLE in names and not (folder / _INDEX).is_file() else names
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one file, each checked to lie inside it."""
     length = path.stat().st_size
     with path.open("rb") as file:
@@ -121,7 +123,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     return {name: _entry(path.name, name, item, 8 + size, length) for name, item in header.items()}
 
 
-def _entry(file: str, name: str, item: Any, data: int, length: int) -> _Entry:
+def _entry(file: str, name: str, item: Any, data: int, length: int) -> Entry:
     try:
         dtype, shape, (start, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (*shape, start, end)) and start <= end
@@ -133,4 +135,4 @@ def _entry(file: str, name: str, item: Any, data: int, length: int) -> _Entry:
         raise IntegrityError(f"{file} is truncated: {name} ends at byte {data + end}, the file at {length}.")
     if dtype in FLOAT_SIZES and end - start != math.prod(shape) * FLOAT_SIZES[dtype]:
         raise IntegrityError(f"{file} gives {name} {end - start} bytes, which is not {dtype} {list(shape)}.")
-    return _Entry(file, str(dtype), shape, data + start, data + end)
+    return Entry(file, str(dtype), shape, data + start, data + end)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from specrun.export.config import LayerConfig, ModelConfig, RopeConfig, config_from_gguf, config_from_json
+from specrun.export.config import LayerConfig, ModelConfig, config_from_gguf, config_from_json
+from specrun.export.config_keys import RopeConfig
 from specrun.models_cache.errors import IntegrityError, UnsupportedModelError
 
 LLAMA: dict[str, Any] = {

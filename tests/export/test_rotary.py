@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun.export.config import ModelConfig, RopeConfig, config_from_json
+from specrun.export.config import ModelConfig, config_from_json
+from specrun.export.config_keys import RopeConfig
 from specrun.export.rotary import rotary_tables
 from specrun.models_cache.errors import UnsupportedModelError
 
