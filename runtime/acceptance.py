@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,7 @@ __all__ = [
 OutcomeKind = Literal["correction", "bonus"]
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStep:
+class NodeStep(NamedTuple):
     """What one node came to: `child` is the place among its children to descend to, or None to emit `token`."""
 
     child: int | None
@@ -78,11 +77,12 @@ def accept_tree(
     A node without children must emit (ValueError). The walk stops at a node whose token is one of `ends`: what would
     come after the end of the text is not asked for.
     """
+    tokens = proposal.tokens
     path: list[int] = []
     node = -1
     while True:
         nodes = proposal.children(node)
-        taken = step(node, tuple([proposal.tokens[child] for child in nodes]))
+        taken = step(node, (tokens[nodes[0]],) if len(nodes) == 1 else tuple([tokens[child] for child in nodes]))
         if taken.child is None:
             kind: OutcomeKind | None = "correction" if nodes else "bonus"
             return Outcome(tuple(path), taken.token, None if taken.token is None else kind)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from specrun.runtime.acceptance import OPEN, NodeStep, accept_tree, choose_child, sampled_children
 from specrun.runtime.options import GenerationOptions
 from specrun.runtime.proposal import EMPTY, Proposal
+from specrun.runtime.result import Source, Token
 from specrun.runtime.sampling import (
     Distribution,
     RandomStream,
@@ -57,6 +58,11 @@ class Chooser:
         self._stream = RandomStream(self._seed, sample_index) if drawn else None
         simple = self._plain_greedy or not (drawn or self._sampling.filtered or self._sampling.penalised)
         self._margin = margin if simple and options.logprobs is None else None
+
+    @property
+    def commits_side_branches(self) -> bool:
+        """Whether tokens of side branches are committed in their own round, where they win clearly."""
+        return self._margin is not None
 
     def decide(
         self, proposal: Proposal, logits: NDArray[np.float32], committed: int, *, exact_cache: bool = True
@@ -145,14 +151,12 @@ class Chooser:
                 self._counts.push(token)
             self._counted += len(tokens)
 
-    def logprobs(self, row: NDArray[np.float32], token: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-        """(log-probability of `token`, the most probable ones) of a row f32 [V], if the request asks for them."""
+    def token(self, token: int, source: Source, logits: NDArray[np.float32], row: int) -> Token:
+        """A token that a row of logits f32 [rows, V] decided, with log-probabilities if the request asks for them."""
         if self._options.logprobs is None:
-            return None, ()
-        return (
-            logprob(row, token, tokens=self._tokens),
-            tuple(top_logprobs(row, self._options.logprobs, tokens=self._tokens)),
-        )
+            return Token(token, source)
+        top = top_logprobs(logits[row], self._options.logprobs, tokens=self._tokens)
+        return Token(token, source, logprob(logits[row], token, tokens=self._tokens), tuple(top))
 
     def _banned(self, position: int) -> tuple[int, ...] | None:
         number = position - self._prompt_length + 1

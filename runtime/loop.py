@@ -26,9 +26,8 @@ from dataclasses import dataclass
 
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.proposal import EMPTY, Proposer
-from specrun.runtime.result import Source, SpeculationStats, Token
+from specrun.runtime.result import SpeculationStats, Token
 from specrun.runtime.session import ModelSession
-from specrun.runtime.side_branches import main_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +66,9 @@ def speculate(
         logits = step
         _hand_features(target, proposer, target.length, target.length)
     token = chooser.first(logits, len(committed))
-    logprob, top = chooser.logprobs(logits[0], token)
     committed.append(token)
     chooser.commit([token])
-    yield [Token(token, "prefill", logprob, top)]
+    yield [chooser.token(token, "prefill", logits, 0)]
 
     carried, exact = EMPTY, target.length
     try:
@@ -93,7 +91,7 @@ def speculate(
 
             # accept
             decision = chooser.decide(proposal, logits, length, exact_cache=exact == held)
-            tokens, num_accepted, main = decision.tokens, decision.num_accepted, main_part(decision.path)
+            tokens, path, main = decision.tokens, decision.path, decision.main
 
             # commit
             committed += tokens
@@ -101,33 +99,30 @@ def speculate(
             carried = decision.carried.first(limits.depth(len(committed)))
             stats.count_round(
                 proposed=len(proposal),
-                accepted=num_accepted,
+                accepted=decision.num_accepted,
                 kind=decision.kind,
                 draft_s=proposed - start,
                 verify_s=verified - proposed,
             )
 
             # rewind
-            kept = decision.path[: len(tokens) - 1]
+            kept = path[: len(tokens) - 1]
             target.keep_path(length, kept)
             if exact == held:
                 exact = length + min(main, len(kept))
             if decision.open:
                 target.rewind_to(exact)
             if proposer is not None:
-                own = tuple([node - head for node in decision.path if node >= head])
-                judged = decision.rejected and len(decision.path) >= head
+                own = tuple([node - head for node in path if node >= head]) if head else path
+                judged = decision.rejected and len(path) >= head
                 proposer.observe(evaluated=len(own) + judged, accepted=len(own), path=own)
                 proposer.rewind_to(min(length + main, len(committed) - 1))
                 end = len(committed) + len(carried) - 1
-                _hand_features(target, proposer, length, end, decision.path, len(proposal))
+                _hand_features(target, proposer, length, end, path, len(proposal))
 
-            drafts: list[Source] = ["draft"] * num_accepted
-            sources = drafts if decision.kind is None else [*drafts, decision.kind]
-            rows = [0, *[node + 1 for node in decision.path]]
             yield [
-                Token(token, source, *chooser.logprobs(logits[row], token))
-                for token, source, row in zip(tokens, sources, rows, strict=False)
+                chooser.token(token, source, logits, row)
+                for token, source, row in zip(tokens, decision.sources, (0, *[node + 1 for node in path]), strict=False)
             ]
     finally:
         target.rewind_to(min(target.length, exact))

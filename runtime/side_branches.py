@@ -25,6 +25,7 @@ from typing import Final
 
 from specrun.runtime.acceptance import Outcome, OutcomeKind
 from specrun.runtime.proposal import EMPTY, Proposal
+from specrun.runtime.result import Source
 from specrun.runtime.sampling import Distribution
 
 MARGIN: Final = 1e-3
@@ -36,6 +37,7 @@ class Decision:
     """What a round comes to.
 
     path          the nodes that the target went through, side branches included
+    main          how many of them, the first ones, belong to the main branch
     tokens        to commit: those of the first `num_accepted` nodes of the path, then one of `kind` (None: none)
     num_accepted  draft tokens that stand
     rejected      whether the path ended where there were children and none was the choice
@@ -44,6 +46,7 @@ class Decision:
     """
 
     path: tuple[int, ...]
+    main: int
     tokens: tuple[int, ...]
     num_accepted: int
     kind: OutcomeKind | None
@@ -51,10 +54,11 @@ class Decision:
     carried: Proposal
     open: bool
 
-
-def main_part(path: Sequence[int]) -> int:
-    """How many nodes of a path belong to the main branch: its first ones, as long as node j stands at place j."""
-    return next((place for place, node in enumerate(path) if node != place), len(path))
+    @property
+    def sources(self) -> list[Source]:
+        """Where each of the tokens came from."""
+        drafts: list[Source] = ["draft"] * self.num_accepted
+        return drafts if self.kind is None else [*drafts, self.kind]
 
 
 def settle(
@@ -69,10 +73,12 @@ def settle(
     tokens = tuple([proposal.tokens[node] for node in path])
     if last is not None:
         tokens += (last,)
-    main = main_part(path)
+    main = len(path)
+    if path and path[-1] != main - 1:
+        main = next(place for place, node in enumerate(path) if node != place)
     rejected, undecided = outcome.kind == "correction", last is None and not ended
     if whole or main == len(path):
-        return Decision(path, tokens, len(path), outcome.kind, rejected, EMPTY, undecided)
+        return Decision(path, main, tokens, len(path), outcome.kind, rejected, EMPTY, undecided)
     later = tokens[main + 1 :]
     carried = Proposal(later, "sampled", tuple(rows[main + 1 :])) if rows else Proposal(later, "deterministic")
-    return Decision(path, tokens[: main + 1], main, "correction", rejected, carried, False)
+    return Decision(path, main, tokens[: main + 1], main, "correction", rejected, carried, False)

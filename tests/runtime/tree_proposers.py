@@ -13,7 +13,7 @@ from specrun.runtime import Engine
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.proposal import EMPTY, MAX_NODES, Proposal
 from specrun.runtime.session import ModelSession
-from specrun.runtime.side_branches import Decision, main_part
+from specrun.runtime.side_branches import Decision
 
 TOKENS = 270
 Shape = Callable[[Sequence[int], np.random.Generator], Proposal]
@@ -146,7 +146,7 @@ class Record:
         self._head = decision.carried.tokens
         self.open += decision.open
         self.inexact += not exact_cache
-        self.side += max(decision.num_accepted - main_part(decision.path), 0)
+        self.side += max(decision.num_accepted - decision.main, 0)
         assert not (decision.open and len(decision.carried))
 
 
