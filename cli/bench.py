@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specrun.cli.opening import open_engine
-from specrun.cli.options import engine_options, engine_values, require_draft
+from specrun.cli.options import engine_options, engine_values
 from specrun.cli.output import echo_json, note, progress_line
 from specrun.cli.types import timed_methods
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     metavar="NAME,...",
     default="none,ngram",
     show_default=True,
-    help="Methods; ngram:4 fixes K to 4.",
+    help="Methods, such as none,ngram,eagle+ngram; ngram:4 fixes K to 4.",
 )
 @click.option("--draft-length", "-k", type=click.IntRange(min=1), metavar="K", help="K of methods without one.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens of each text.")
@@ -62,20 +62,23 @@ def bench(
     """Time methods on this machine, in turn, prompt by prompt.
 
     The baseline is plain decoding at its fastest, which gives up exactness; "none" is exact plain decoding. `ratio` is
-    how much faster than the baseline a method writes a token, `ms over` the milliseconds a round outside ONNX Runtime,
+    how much faster than the baseline a method writes a token, `MAT` the tokens that a run of the model commits, `ms
+    draft` and `ms verify` the milliseconds a round of drafting and of that run, `ms over` those outside ONNX Runtime,
     `equal` whether its texts are those of "none".
 
     \b
     Examples:
       specrun bench
       specrun bench --methods none,ngram,ngram:4 --max-tokens 64 --repeats 1
+      specrun bench --methods ngram,eagle,eagle+ngram
       specrun bench --prompts questions.jsonl --per-category 2 --output runs.jsonl
     """
     from specrun.runtime.bench import environment, load_prompts, run_bench, summarise
 
-    require_draft([method.partition(":")[0] for method in methods], values["draft"])
     prompts = load_prompts(prompts_file, per_category=per_category) if prompts_file is not None else _built_in()
     with open_engine(**engine_values(values)) as engine, progress_line() as progress:
+        for method in methods:
+            engine.require_method(method.partition(":")[0])
         runs = run_bench(
             engine,
             prompts,
@@ -92,7 +95,8 @@ def bench(
         echo_json({"environment": settings, "summary": [asdict(row) for row in rows]})
         return
     note(", ".join(f"{key} {value}" for key, value in settings.items() if key != "digest"))
-    click.echo(_line("category", "method", "prompts", "tokens/s", "ratio", "MAT", "accept", "ms over", "equal"))
+    names = ("category", "method", "prompts", "tokens/s", "ratio", "MAT", "accept", "ms draft", "ms verify", "ms over")
+    click.echo(_line(*names, "equal"))
     for row in rows:
         click.echo(_line(*_cells(row)))
 
@@ -113,11 +117,13 @@ def _cells(row: Summary) -> tuple[str, ...]:
         f"{row.ratio:.2f}",
         f"{row.mean_accepted_tokens:.2f}",
         f"{row.acceptance_rate:.0%}",
+        f"{row.draft_ms:.2f}",
+        f"{row.verify_ms:.2f}",
         f"{row.overhead_ms:.2f}",
         {True: "yes", False: "NO", None: "-"}[row.equal],
     )
 
 
 def _line(*cells: str) -> str:
-    widths = (14, 12, 7, 8, 5, 5, 6, 7, 5)
+    widths = (14, 14, 7, 8, 5, 5, 6, 8, 9, 7, 5)
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -24,14 +24,14 @@ def open_engine(
     context: int | None = None,
     yes: bool = False,
 ) -> Engine:
-    """Load a model, and a draft model if there is one, as `Engine.load` does, with the default model fetched."""
-    from specrun.models_cache import find_bundle
+    """Load a model, and what drafts for it, as `Engine.load` does, with the default model fetched."""
     from specrun.runtime import Engine
+    from specrun.runtime.heads import find_draft
 
     bundle = ensure_model(model, yes=yes)
-    draft_bundle = find_bundle(draft) if draft is not None else None
+    drafting = find_draft(bundle, draft) if draft is not None else None
     with waiting(f"loading {bundle.manifest.name}"):
-        return Engine(bundle, draft=draft_bundle, threads=threads, device=device, context=context)
+        return Engine(bundle, draft=drafting, threads=threads, device=device, context=context)
 
 
 def ensure_model(name: str, *, yes: bool = False) -> Bundle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -19,7 +19,7 @@ _ENGINE: tuple[Decorator, ...] = (
         "--draft-model",
         "-md",
         metavar="NAME|PATH",
-        help="A smaller model with the same tokenizer that drafts.",
+        help="What drafts: a speculator of the model by its name, or a smaller model with the same tokenizer.",
     ),
     click.option("--threads", type=int, help="Processor threads; by default one for each core."),
     click.option("--device", default="cpu", show_default=True, help="Where the model runs; so far cpu only."),
@@ -30,8 +30,9 @@ _ENGINE: tuple[Decorator, ...] = (
 _SPECULATION: tuple[Decorator, ...] = (
     click.option(
         "--method",
-        help="How to draft: none, ngram (repeats of what was read or written) or draft (a draft model). "
-        "By default draft with --draft, else ngram. The text is the same with each, unless --sampling is rejection.",
+        help="How to draft: none, ngram (repeats of what was read or written), draft (a small model), medusa or eagle "
+        "(heads on top of the model), or two in turn: eagle+ngram, medusa+ngram, draft+ngram. By default what --draft "
+        "names, else ngram. The text is the same with each, unless --sampling is rejection.",
     ),
     click.option(
         "--draft-length",
@@ -130,14 +131,6 @@ def engine_values(values: dict[str, Any]) -> dict[str, Any]:
 def request_values(values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that `Engine.stream` and `ChatSession.send` take."""
     return {name: values[name] for name in _REQUEST_NAMES}
-
-
-def require_draft(methods: Iterable[str], draft: str | None) -> None:
-    """Raises UsageError if one of the methods drafts with a model and there is none."""
-    from specrun.models_cache.errors import UsageError
-
-    if draft is None and "draft" in methods:
-        raise UsageError("Method 'draft' needs a draft model: give one with --draft.")
 
 
 def _decorated(command: Callable[..., Any], decorators: tuple[Decorator, ...]) -> Callable[..., Any]:

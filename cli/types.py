@@ -9,11 +9,11 @@ PRECISION = click.Choice(["int8", "int4", "fp32", "source"])
 
 def methods(value: str) -> tuple[str, ...]:
     """The methods of a list."""
-    from specrun.runtime.request import METHODS
+    from specrun.runtime.request import METHODS, canonical_method
 
-    found = tuple(value.replace(",", " ").split())
+    found = tuple(map(canonical_method, value.replace(",", " ").split()))
     if not found:
-        raise click.BadParameter(f"{value!r} names nothing: give a list such as ngram,draft.")
+        raise click.BadParameter(f"{value!r} names nothing: give a list such as ngram,eagle+ngram.")
     for method in found:
         if method not in METHODS:
             raise click.BadParameter(f"there is no method {method!r}: choose from {', '.join(METHODS)}.")
@@ -22,8 +22,9 @@ def methods(value: str) -> tuple[str, ...]:
 
 def timed_methods(value: str) -> tuple[str, ...]:
     """The methods of a list, each with a K of its own if it has one: `ngram:4`."""
-    found = tuple(value.replace(",", " ").split())
-    methods(",".join(entry.partition(":")[0] for entry in found))
+    parts = [entry.partition(":") for entry in value.replace(",", " ").split()]
+    names = methods(",".join(name for name, _, _ in parts))
+    found = tuple(f"{name}{colon}{k}" for name, (_, colon, k) in zip(names, parts, strict=True))
     for entry in found:
         method, colon, k = entry.partition(":")
         if colon:

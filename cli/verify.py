@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from specrun.cli.opening import open_engine
-from specrun.cli.options import engine_options, engine_values, require_draft
+from specrun.cli.options import engine_options, engine_values
 from specrun.cli.output import echo_json, note, progress_line
 from specrun.cli.types import methods as method_names
 from specrun.cli.types import numbers
@@ -31,7 +31,7 @@ from specrun.cli.types import numbers
     "--methods",
     type=method_names,
     metavar="NAME,...",
-    help="Methods, such as ngram,draft; by default all that can run: draft with --draft only.",
+    help="Methods, such as ngram,eagle+ngram; by default all that can run with what the model has and --draft.",
 )
 @click.option(
     "--draft-lengths",
@@ -53,8 +53,9 @@ def verify(
 ) -> None:
     """Prove that speculation changes no text.
 
-    Every method and draft length is compared with plain decoding, greedy and sampled, token by token. Ends with exit
-    code 1 at the first text that differs, and says where.
+    Every method and draft length is compared with plain decoding, greedy and sampled, token by token; medusa and eagle
+    propose chains with a draft length and token trees where it is adaptive. Ends with exit code 1 at the first text
+    that differs, and says where.
 
     \b
     Examples:
@@ -66,11 +67,12 @@ def verify(
     from specrun.runtime.verify import PROMPTS
     from specrun.runtime.verify import verify as verify_engine
 
-    require_draft(methods or (), values["draft"])
     prompts = [entry.prompt for entry in load_prompts(prompts_file)] if prompts_file is not None else list(PROMPTS)
     rows = []
     failed = None
     with open_engine(**engine_values(values)) as engine, progress_line() as progress:
+        for method in methods or ():
+            engine.require_method(method)
         if not as_json:
             click.echo(_row("method", "K", "sampling", "prompts", "tokens", "equal"))
         cases = verify_engine(
@@ -103,5 +105,5 @@ def verify(
 
 
 def _row(*cells: str) -> str:
-    widths = (10, 8, 8, 7, 7, 5)
+    widths = (12, 8, 8, 7, 7, 5)
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

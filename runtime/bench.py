@@ -50,6 +50,8 @@ class Run:
     mean_accepted_tokens: float
     acceptance_rate: float
     ids_digest: str
+    draft_s: float = 0.0
+    verify_s: float = 0.0
 
     @property
     def seconds_per_token(self) -> float:
@@ -61,8 +63,8 @@ class Run:
 class Summary:
     """A method over a category. ratio: baseline's time a token / the method's, each prompt's median weighing the same.
 
-    overhead_ms: milliseconds a round outside ONNX Runtime. equal: whether every text is that of exact plain decoding;
-    None where "none" was not run.
+    draft_ms, verify_ms: milliseconds a round of drafting and of the target's run; overhead_ms: those outside ONNX
+    Runtime. equal: whether every text is that of exact plain decoding; None where "none" was not run.
     """
 
     category: str
@@ -72,6 +74,8 @@ class Summary:
     ratio: float
     mean_accepted_tokens: float
     acceptance_rate: float
+    draft_ms: float
+    verify_ms: float
     overhead_ms: float
     equal: bool | None
 
@@ -190,6 +194,8 @@ def _time(
         mean_accepted_tokens=result.speculation.mean_accepted_tokens,
         acceptance_rate=result.speculation.acceptance_rate,
         ids_digest=hashlib.sha256(repr(result.token_ids).encode()).hexdigest()[:16],
+        draft_s=result.speculation.draft_s,
+        verify_s=result.speculation.verify_s,
     )
 
 
@@ -231,6 +237,8 @@ def _summary(
         ratio=sum(base) / sum(own) if sum(own) else 0.0,
         mean_accepted_tokens=sum(run.mean_accepted_tokens * run.rounds for run in runs) / max(1, rounds),
         acceptance_rate=statistics.mean(run.acceptance_rate for run in runs),
+        draft_ms=1e3 * sum(run.draft_s for run in runs) / max(1, rounds),
+        verify_ms=1e3 * sum(run.verify_s for run in runs) / max(1, rounds),
         overhead_ms=1e3 * sum(run.decode_s - run.onnx_s for run in runs) / max(1, rounds),
         equal=_equal(cells, keys),
     )

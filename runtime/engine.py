@@ -16,22 +16,27 @@ from numpy.typing import NDArray
 
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
+from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.backend import default_threads, most_threads
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
+from specrun.runtime.heads import HEAD_METHODS, Heads, find_draft
 from specrun.runtime.ngram_table import NgramTable
 from specrun.runtime.proposal import Proposer
 from specrun.runtime.proposers import draft as draft_method
 from specrun.runtime.proposers import ngram as ngram_method
-from specrun.runtime.request import Request, RequestOptions, request_options
+from specrun.runtime.proposers.combined import CombinedProposer
+from specrun.runtime.request import METHODS, Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
 from specrun.runtime.session import ModelSession, session_opener
 from specrun.runtime.side_branches import MARGIN
 from specrun.runtime.stream import Stream
 from specrun.runtime.tokenizer import Tokenizer
+from specrun.runtime.tree_planner import Planning
+from specrun.runtime.tree_shape import SIDE_VALUE_MARGIN, SIDE_VALUE_REVERIFY
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
@@ -49,7 +54,7 @@ class Engine:
         self,
         bundle: Bundle,
         *,
-        draft: Bundle | None = None,
+        draft: Bundle | InstalledSpeculator | None = None,
         threads: int | None = None,
         device: str = "cpu",
         context: int | None = None,
@@ -64,23 +69,30 @@ class Engine:
         self.threads = threads or default_threads()
         self.context = min(context or manifest.sizes.context, manifest.sizes.context)
         self.tokenizer = Tokenizer.from_bundle(bundle)
-        if draft is not None:
+        if isinstance(draft, Bundle):
             self.tokenizer.require_same_vocabulary(Tokenizer.from_bundle(draft))
-        self._open_session = session_opener(bundle, self.threads, device, shared_cpu=draft is not None)
+        self._open_session = session_opener(bundle, self.threads, device, shared_cpu=isinstance(draft, Bundle))
         self.calibration = calibrate(bundle, self.threads, self._open_session)
         self.target = self._open_session(1, self.calibration.rule)
+        self._device = device
         self._draft: ModelSession | None = None
         self._draft_calibration: Calibration | None = None
-        if draft is not None:
-            open_draft = session_opener(draft, self.threads, device, shared_cpu=True)
-            self._draft_calibration = calibrate(draft, self.threads, open_draft)
-            self._draft = open_draft(1, self._draft_calibration.rule)
+        self._draft_vocabulary: NDArray[np.int32] | None = None  # where it has fewer tokens than the target
+        self.default_method = "ngram"
+        chosen = None
+        if isinstance(draft, Bundle):
+            self._load_draft(draft, self.threads)
+            self.default_method = "draft"
+        elif draft is not None:
+            chosen, self.default_method = draft, draft.manifest.method
+        self._heads = Heads(bundle, self.threads, device, chosen)
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._draft_tokens: list[int] = []
         self._table = self._new_table()
         self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
-        self._draft_estimate = AcceptanceEstimate(draft_method.PRIORS)
+        self._draft_priors = draft_method.PRIORS
+        self._draft_estimate = AcceptanceEstimate(self._draft_priors)
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._end_stream: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -97,13 +109,16 @@ class Engine:
         device: str = "cpu",
         context: int | None = None,
     ) -> Engine:
-        """Load a bundle by name or path, and optionally a draft model with the same tokenizer.
+        """Load a bundle by name or path.
 
-        context: use at most so many positions. Raises ModelNotFoundError, VocabularyMismatchError, BackendError, and
-        ManifestError or IntegrityError for a damaged bundle.
+        draft: a speculator of the bundle, by its name or folder, or a draft model with the same tokenizer. It decides
+        the default method; a bundle's other speculators serve requests that name their method. A speculator is loaded
+        by the first request that needs it. context: use at most so many positions. Raises ModelNotFoundError,
+        VocabularyMismatchError, BackendError, and ManifestError or IntegrityError for a damaged bundle.
         """
-        draft_bundle = find_bundle(draft) if draft is not None else None
-        return cls(find_bundle(model), draft=draft_bundle, threads=threads, device=device, context=context)
+        bundle = find_bundle(model)
+        found = find_draft(bundle, draft) if draft is not None else None
+        return cls(bundle, draft=found, threads=threads, device=device, context=context)
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
         """A request whose pieces come as they are made; the options are those of `RequestOptions`."""
@@ -147,6 +162,23 @@ class Engine:
         return self._draft is not None
 
     @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that this engine can run, of `METHODS`."""
+        bases = {"none", "ngram"} | {base for base in ("draft", *HEAD_METHODS) if self._heads.find(base) is not None}
+        if self._draft is not None:
+            bases.add("draft")
+        return tuple(method for method in METHODS if method.partition("+")[0] in bases)
+
+    def require_method(self, method: str) -> None:
+        """Raise UsageError, saying what is missing, if this engine cannot run a method."""
+        base = method.partition("+")[0]
+        if base in HEAD_METHODS:
+            self._heads.require(base)
+        elif base == "draft" and self._draft is None and self._heads.find(base) is None:
+            train = f"`specrun train draft --model {self.bundle.manifest.name}`"
+            raise UsageError(f"Method '{method}' needs a draft model: give one with --draft, or make one with {train}.")
+
+    @property
     def margin(self) -> float | None:
         """How clearly a choice must win on a side branch of a token tree to be trusted; None: it is verified again."""
         return MARGIN if set(self.bundle.manifest.precision.values()) == {"fp32"} else None
@@ -168,7 +200,8 @@ class Engine:
             self._target_tokens, self._draft_tokens = [], []
             self._table = self._new_table()
             self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
-            self._draft_estimate = AcceptanceEstimate(draft_method.PRIORS)
+            self._draft_estimate = AcceptanceEstimate(self._draft_priors)
+            self._heads.forget()
 
     def recalibrate(self) -> Calibration:
         """Probe this machine's widths anew and go by what is found."""
@@ -193,16 +226,18 @@ class Engine:
 
     @property
     def onnx_seconds(self) -> float:
-        """Seconds that all runs of target and draft spent inside ONNX Runtime so far."""
-        return self.target.onnx_seconds + (self._draft.onnx_seconds if self._draft else 0.0)
+        """Seconds that all runs of target, draft and heads spent inside ONNX Runtime so far."""
+        draft = self._draft.onnx_seconds if self._draft else 0.0
+        return self.target.onnx_seconds + draft + self._heads.onnx_seconds
 
     def memory(self) -> Memory:
         """Bytes of weights and KV buffers as they stand."""
-        draft = self._draft
+        draft, heads = self._draft, self._heads
+        drafting = heads.weights_bytes + (draft.bundle.weights_bytes if draft else 0)
         return Memory(
-            weights_bytes=self.bundle.weights_bytes + (draft.bundle.weights_bytes if draft else 0),
+            weights_bytes=self.bundle.weights_bytes + drafting,
             kv_target_bytes=self.target.cache.nbytes,
-            kv_draft_bytes=draft.cache.nbytes if draft else 0,
+            kv_draft_bytes=heads.kv_bytes + (draft.cache.nbytes if draft else 0),
         )
 
     def close(self) -> None:
@@ -221,6 +256,7 @@ class Engine:
             self.target.close()
             if self._draft is not None:
                 self._draft.close()
+            self._heads.close()
             del self._open_session  # it holds the target's weights
 
     def __enter__(self) -> Engine:
@@ -256,14 +292,19 @@ class Engine:
         self._owner = self._end_stream = None
         self._lock.release()
 
-    def prepare(self, prompt: Sequence[int], length: int) -> int:
+    def prepare(self, prompt: Sequence[int], length: int, *, method: str = "none") -> int:
         """Rewind the target to what its cache shares with `prompt` and make room for `length` positions.
 
-        Returns how many prompt tokens need no prefill; at least one always does, as its logits are wanted.
+        Returns how many prompt tokens need no prefill; at least one always does, as its logits are wanted, and so do
+        those whose features the method's head has not seen.
         """
         if self.target.width_rule != self._held_rule:  # what was written at other widths may have other bits
             self._target_tokens, self._held_rule = [], self.target.width_rule
         shared = shared_prefix(self._target_tokens[: self.target.length], prompt[:-1])
+        base = method.partition("+")[0]
+        if base in HEAD_METHODS:
+            shared = min(shared, self._heads.held(base, prompt))
+            self._heads.reserve(base, length)
         self.target.rewind_to(shared)
         del self._target_tokens[shared:]
         self.target.reserve(length)
@@ -272,17 +313,54 @@ class Engine:
         return shared
 
     def proposer(self, request: Request, chooser: Chooser) -> Proposer | None:
-        """The proposer of a request, None for plain decoding."""
-        if request.method == "none" or request.options.draft_length == 0:
-            return None
+        """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
+        base, _, second = str(request.method).partition("+")
         fixed = request.options.draft_length
-        if request.method == "ngram":
-            planner = DraftLengthPlanner(self.calibration.cost, fixed=fixed)
-            return ngram_method.NgramProposer(self._table, planner, self._ngram_estimate)
+        if base == "none" or fixed == 0:
+            return None
+        cost = self.calibration.cost
+        planner = DraftLengthPlanner(cost, fixed=fixed)
+        ngram = ngram_method.NgramProposer(self._table, planner, self._ngram_estimate)
+        if base == "ngram":
+            return ngram
+        other: Planning
+        if base in HEAD_METHODS:
+            other = self._heads.proposer(base, request, cost, self._side_value(chooser))
+        else:
+            other = self._draft_proposer(chooser, fixed)
+        return CombinedProposer(ngram, other) if second else other
+
+    def _draft_proposer(self, chooser: Chooser, fixed: int | None) -> draft_method.DraftProposer:
+        if self._draft is None:
+            speculator = self._heads.require("draft")
+            self._load_draft(speculator.draft_bundle(self.bundle), self._heads.threads)
+            self._draft_vocabulary = speculator.vocabulary()
+            self._draft_priors = draft_method.priors(speculator.manifest.acceptance)
+            self._draft_estimate = AcceptanceEstimate(self._draft_priors)
         assert self._draft is not None
         assert self._draft_calibration is not None
-        planner = DraftLengthPlanner(self.calibration.cost, step_cost=self._draft_calibration.cost(1), fixed=fixed)
-        return draft_method.DraftProposer(self._draft, chooser, planner, self._draft_estimate, self._draft_tokens)
+        step_cost = self._draft_calibration.cost(1)
+        planner = DraftLengthPlanner(self.calibration.cost, step_cost=step_cost, fixed=fixed)
+        return draft_method.DraftProposer(
+            self._draft,
+            chooser,
+            planner,
+            self._draft_estimate,
+            self._draft_tokens,
+            self._draft_vocabulary,
+            self.bundle.manifest.sizes.vocabulary,
+        )
+
+    def _load_draft(self, draft: Bundle, threads: int) -> None:
+        open_draft = session_opener(draft, threads, self._device, shared_cpu=True)
+        self._draft_calibration = calibrate(draft, threads, open_draft)
+        self._draft = open_draft(1, self._draft_calibration.rule)
+
+    def _side_value(self, chooser: Chooser) -> float:
+        """What side branches of a token tree are worth under the policy of this request."""
+        if self.bundle.manifest.kv.window is not None:
+            return 0.0
+        return SIDE_VALUE_MARGIN if chooser.commits_side_branches else SIDE_VALUE_REVERIFY
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.
@@ -292,9 +370,12 @@ class Engine:
         """
         sure = len(committed) - 1
         self._target_tokens = list(committed[: min(self.target.length, sure)])
-        if self._draft is not None and request.method == "draft" and drafted:
+        used = str(request.method).split("+")
+        if self._draft is not None and "draft" in used and drafted:
             self._draft_tokens = list(committed[: min(self._draft.length, sure)])
-        if request.method == "ngram":
+        if used[0] in HEAD_METHODS and drafted:
+            self._heads.finish(used[0], committed)
+        if "ngram" in used:
             self._table.add_text(committed)
 
     def _new_table(self) -> NgramTable:

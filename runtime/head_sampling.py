@@ -28,11 +28,14 @@ _UNIT: Final = 2.0**-53
 class HeadSampling:
     """One request's way of drawing. vocabulary: i64 [draft], the target's token of each row of the head, ascending.
 
-    `options.seed` must be set unless they are greedy.
+    tokens: ids from there on are padding and never drawn. `options.seed` must be set unless they are greedy.
     """
 
-    def __init__(self, options: SamplingOptions, vocabulary: NDArray[np.int64], sample_index: int = 0) -> None:
+    def __init__(
+        self, options: SamplingOptions, vocabulary: NDArray[np.int64], *, tokens: int, sample_index: int = 0
+    ) -> None:
         self._vocabulary = vocabulary
+        self._real = int(vocabulary.searchsorted(tokens))
         self._greedy = options.greedy
         self._temperature = 1.0 if options.greedy else options.temperature
         self._seed, self._sample_index = options.seed or 0, sample_index
@@ -54,9 +57,9 @@ class HeadSampling:
         """For rows that guess the tokens of these absolute positions; one position serves any number of rows."""
         if self._greedy:
             return PLAIN
-        noise = np.empty((len(positions), self._vocabulary.size), np.float32)
+        noise = np.full((len(positions), self._vocabulary.size), -np.inf, np.float32)
         for row, position in enumerate(positions):
-            noise[row] = self._gumbel(position)
+            noise[row, : self._real] = self._gumbel(position)
         return Choice(1.0 / self._temperature, noise, self.drawn)
 
     def sureness(self, candidates: Candidates, choice: Choice) -> list[list[float]]:
@@ -77,23 +80,20 @@ class HeadSampling:
     def _gumbel(self, position: int) -> NDArray[np.float64]:
         """-log(E) with E = -log(1 - u): the noise whose argmax `coupled_token` finds as argmin of E / p."""
         if self._stream is None:
-            raw = coupled_noise(self._vocabulary, self._seed, self._sample_index, position)
+            raw = coupled_noise(self._vocabulary[: self._real], self._seed, self._sample_index, position)
         else:
-            raw = self._stream.random_raw(self._vocabulary.size) >> np.uint64(11)
+            raw = self._stream.random_raw(self._real) >> np.uint64(11)
         with np.errstate(divide="ignore"):  # u = 0 wins against everything
             row: NDArray[np.float64] = -np.log(-np.log1p(raw * -_UNIT))
         return row
 
     def distribution(self, logits: NDArray[np.float32]) -> Distribution:
         """What the candidates of a row of logits f32 [draft] were drawn from, without replacement."""
-        weights = logits.astype(np.float64)
+        ids = self._vocabulary[: self._real]
+        weights = logits[: self._real].astype(np.float64)
         weights -= weights.max()
         weights /= self._temperature
         np.exp(weights, out=weights)
         weights /= weights.sum()
         mass = weights > 0.0
-        return (
-            Distribution(self._vocabulary, weights)
-            if mass.all()
-            else Distribution(self._vocabulary[mass], weights[mass])
-        )
+        return Distribution(ids, weights) if mass.all() else Distribution(ids[mass], weights[mass])

@@ -10,13 +10,14 @@ from typing import Any, Final, TypedDict, Unpack
 from specrun.models_cache.errors import UsageError
 from specrun.runtime.options import GenerationOptions, SamplingMode, SamplingOptions
 
-METHODS: Final = ("none", "draft", "ngram")
+METHODS: Final = ("none", "draft", "ngram", "medusa", "eagle", "draft+ngram", "medusa+ngram", "eagle+ngram")
+"""What a request may name; "ngram+eagle" and so on mean the same as "eagle+ngram"."""
 
 
 class RequestOptions(TypedDict, total=False):
     """What a request may ask for; everything has a default.
 
-    method               "none", "draft" or "ngram"; by default "draft" with a draft model, else "ngram"
+    method               one of `METHODS`; by default that of the draft model or speculator given, else "ngram"
     draft_length         draft tokens a round (K); by default as many as pay, by the acceptance seen
     max_tokens           at most so many tokens; by default what the context holds
     min_tokens           not to end before so many tokens (0)
@@ -86,6 +87,8 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         hint = f"did you mean '{near[0]}'?" if near else f"known ones are {', '.join(RequestOptions.__annotations__)}."
         raise UsageError(f"There is no option '{unknown[0]}': {hint}")
     method, sample_index = given.get("method"), given.get("sample_index", 0)
+    if isinstance(method, str):
+        method = canonical_method(method)
     if method is not None and method not in METHODS:
         raise UsageError(f"Unknown method '{method}': choose one of {', '.join(METHODS)}.")
     if isinstance(sample_index, bool) or not isinstance(sample_index, int) or not 0 <= sample_index < 2**64:
@@ -100,3 +103,9 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         **{name: given[name] for name in _GENERATION_NAMES if name in given},
     )
     return Request(generation, method, given.get("system"), bool(given.get("raw", False)), sample_index)
+
+
+def canonical_method(method: str) -> str:
+    """The method as `METHODS` spells it: n-grams come second."""
+    first, plus, second = method.partition("+")
+    return f"{second}+{first}" if plus and first == "ngram" and second != "ngram" else method

@@ -40,9 +40,8 @@ class Stream:
     """
 
     def __init__(self, engine: Engine, prompt: Prompt, request: Request) -> None:
-        method = request.method or ("draft" if engine.has_draft else "ngram")
-        if method == "draft" and not engine.has_draft:
-            raise UsageError("Method 'draft' needs a draft model: give one with --draft.")
+        method = request.method or engine.default_method
+        engine.require_method(method)
         self.prompt_tokens = engine.encode(prompt, system=request.system, raw=request.raw)
         # The running part refers neither to the stream nor to its generator, so a dropped stream ends at once.
         self._running = _Running(engine, replace(request, method=method), self.prompt_tokens)
@@ -159,7 +158,8 @@ class _Running:
         draft_length = MAX_DRAFT_LENGTH if options.draft_length is None else options.draft_length
         limits = Limits(self._length_limit, draft_length, frozenset(() if options.ignore_eos else eos))
         expected = min(self._length_limit, len(committed) + RESERVED_TOKENS)
-        self._cached_tokens = engine.prepare(committed, expected + min(draft_length, expected - len(committed)) + 1)
+        room = expected + min(draft_length, expected - len(committed)) + 1
+        self._cached_tokens = engine.prepare(committed, room, method=str(request.method) if proposer else "none")
         text = TextStream(engine.tokenizer, options.stop, prompt=committed)
         rounds = speculate(engine.target, proposer, chooser, committed, limits, self._stats, self.cancelled.is_set)
         emitted = 0

@@ -11,7 +11,7 @@ import numpy as np
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.runtime.engine import Engine, Prompt, shared_prefix
-from specrun.runtime.request import METHODS
+from specrun.runtime.request import METHODS, canonical_method
 
 DRAFT_LENGTHS: Final = (1, 2, 3, 4, 5, 8, 16)
 SAMPLINGS: Final[dict[str, dict[str, Any]]] = {
@@ -54,14 +54,17 @@ def verify(
 ) -> Iterator[VerifyCase]:
     """Yield a case for every method x draft length (and the adaptive one) x {greedy, coupled}, as they are done.
 
-    The width probe is run anew first. prompts: a built-in set by default. methods: all that the engine has by default.
+    A draft length is that of a chain; heads with the adaptive one propose token trees. The width probe is run anew
+    first. prompts: a built-in set by default. methods: all that the engine can run by default.
     """
     report = progress or no_progress
     prompts = PROMPTS if prompts is None else prompts
-    methods = methods or [method for method in METHODS if method != "none" and (method != "draft" or engine.has_draft)]
+    methods = [canonical_method(method) for method in methods or engine.methods if method != "none"]
     unknown = sorted(set(methods) - set(METHODS))
     if unknown:
         raise UsageError(f"Unknown method '{unknown[0]}': choose from {', '.join(METHODS)}.")
+    for method in methods:
+        engine.require_method(method)
     if not prompts:
         raise UsageError("There is no prompt to verify with: give a file with at least one.")
     report("probing widths", 0, None)

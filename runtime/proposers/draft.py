@@ -125,3 +125,9 @@ class DraftProposer:
 
 def _cell(place: int) -> int:
     return min(place, max(PRIORS))
+
+
+def priors(acceptance: Sequence[Sequence[float]]) -> dict[int, float]:
+    """The chances at the first places by what was measured when a draft was trained, [depth][rank]."""
+    first = [ranks[0] for ranks in acceptance if ranks]
+    return {place: first[min(place, len(first) - 1)] for place in PRIORS} if first else PRIORS

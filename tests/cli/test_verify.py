@@ -64,6 +64,8 @@ def test_the_first_difference_ends_it(monkeypatch: pytest.MonkeyPatch, as_json: 
     [
         ("--methods", "magic"),
         ("--methods", "draft"),
+        ("--methods", "medusa,ngram"),
+        ("--methods", "ngram+eagle"),
         ("--methods", ","),
         ("--draft-lengths", "0"),
         ("--draft-lengths", "x"),
@@ -75,7 +77,9 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
 
 
-@pytest.mark.parametrize("methods", ["magic", "draft", "none,ngram:0", "ngram:x", "ngram:1:2", "none:4", ","])
+@pytest.mark.parametrize(
+    "methods", ["magic", "ngram+eagle+draft", "none,ngram:0", "ngram:x", "ngram:1:2", "none:4", ","]
+)
 @pytest.mark.parametrize("command", ["verify", "bench"])
 def test_methods_are_checked_before_the_model_is_looked_for(command: str, methods: str) -> None:
     result = CliRunner().invoke(main, [command, "--model", "no-such-model", "--methods", methods])

@@ -39,7 +39,7 @@ def test_verify_proves_a_sound_engine(engine: Engine) -> None:
     assert all(case.equal and case.difference is None for case in found)
     assert {(case.method, case.draft_length, case.sampling) for case in found} == {
         (method, draft_length, sampling)
-        for method in ("draft", "ngram")
+        for method in ("draft", "ngram", "draft+ngram")
         for draft_length in (*DRAFT_LENGTHS, None)
         for sampling in ("greedy", "coupled")
     }

@@ -1,0 +1,205 @@
+"""The learned heads of an engine: found in its bundle, loaded when a request first asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrun.models_cache.errors import UnsupportedModelError, UsageError
+from specrun.models_cache.layout import Bundle, find_bundle
+from specrun.models_cache.speculator import InstalledSpeculator, find_speculator, scan_speculators, speculators_dir
+from specrun.runtime.backend import create_session
+from specrun.runtime.feature_rows import Columns, pick_columns
+from specrun.runtime.head_estimate import HeadEstimate
+from specrun.runtime.head_sampling import HeadSampling
+from specrun.runtime.proposers.eagle import EagleCosts, EagleProposer, slots_held
+from specrun.runtime.proposers.medusa import MedusaProposer
+from specrun.runtime.proposers.nodes import Outlook
+from specrun.runtime.request import Request
+from specrun.runtime.speculator import EagleSession, MedusaSession
+from specrun.runtime.tree_planner import TreePlanner
+
+HEAD_METHODS: Final = ("medusa", "eagle")
+ONE_THREAD_UP_TO: Final = 1024
+"""Hidden size up to which a head runs on one thread: its matrices are so small that waking others costs more, and the
+target's own threads, which still wait for work, are not in its way."""
+
+
+def find_draft(bundle: Bundle, name_or_path: str | Path) -> Bundle | InstalledSpeculator:
+    """What `--draft` names: a speculator of the bundle, by its name or folder, or else a draft model."""
+    path = Path(name_or_path)
+    if (speculators_dir(bundle) / path.name).is_dir() and (
+        path.parent == Path() or path.resolve().parent == speculators_dir(bundle).resolve()
+    ):
+        return find_speculator(bundle, path.name)
+    return find_bundle(name_or_path)
+
+
+@dataclass(slots=True)
+class _Head:
+    """A loaded head, with what requests have shown of it. `costs` are those of a run of Medusa in `append`."""
+
+    speculator: InstalledSpeculator
+    session: MedusaSession | EagleSession
+    columns: Columns
+    vocabulary: NDArray[np.int64]
+    costs: EagleCosts
+    # Sureness has another meaning where noise decides, so greedy and sampled requests are learnt apart.
+    estimates: dict[bool, HeadEstimate] = field(default_factory=dict)
+    outlooks: dict[bool, Outlook] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)  # behind the slots of its cache
+
+    def forget(self) -> None:
+        """As just loaded."""
+        self.estimates = {greedy: HeadEstimate(self.speculator.manifest.acceptance) for greedy in (True, False)}
+        self.outlooks = {greedy: Outlook() for greedy in (True, False)}
+        self.tokens = []
+
+
+class Heads:
+    """`chosen`: the speculator that was asked for by name; otherwise the first one of a method serves it."""
+
+    def __init__(self, bundle: Bundle, threads: int, device: str, chosen: InstalledSpeculator | None = None) -> None:
+        self._bundle = bundle
+        self._threads = threads if bundle.manifest.sizes.hidden > ONE_THREAD_UP_TO else 1
+        self._device = device
+        self._chosen = chosen
+        self._loaded: dict[str, _Head] = {}
+
+    @property
+    def threads(self) -> int:
+        """Threads of a head."""
+        return self._threads
+
+    def find(self, method: str) -> InstalledSpeculator | None:
+        """The speculator that serves a method, None if there is none."""
+        if self._chosen is not None and self._chosen.manifest.method == method:
+            return self._chosen
+        return next((found for found in self._bundle.speculators() if found.manifest.method == method), None)
+
+    def require(self, method: str) -> InstalledSpeculator:
+        """The speculator that serves a method, or an error that says how to get one."""
+        found = self.find(method)
+        name = self._bundle.manifest.name
+        if found is None:
+            broken = [entry for entry in scan_speculators(self._bundle) if entry.problem is not None]
+            if broken:
+                raise UsageError(f"Method '{method}' has no speculator that can be used: {broken[0].problem}.")
+            raise UsageError(
+                f"Method '{method}' needs a speculator, and {name} has none: make one with "
+                f"`specrun train {method} --model {name}`, or pull the model again."
+            )
+        if method in HEAD_METHODS and self._bundle.manifest.features is None:
+            raise UnsupportedModelError(
+                f"{name} was exported before heads were known, and its graph has no features for them: export it again."
+            )
+        return found
+
+    def held(self, method: str, prompt: Sequence[int]) -> int:
+        """Up to which position a head of this method needs no features of the prompt from the target."""
+        head = self._head(method)
+        if isinstance(head.session, EagleSession):
+            return slots_held(head.session, head.tokens, prompt)
+        return len(prompt)
+
+    def proposer(
+        self, method: str, request: Request, cost: Callable[[int], float], side_value: float
+    ) -> MedusaProposer | EagleProposer:
+        """The proposer of a request; loads the head if this is the first one."""
+        head = self._head(method)
+        options = request.options
+        greedy = options.sampling.greedy
+        tokens = self._bundle.manifest.sizes.tokens
+        sampling = HeadSampling(options.sampling, head.vocabulary, tokens=tokens, sample_index=request.sample_index)
+        planner = TreePlanner(cost, fixed=options.draft_length, side_value=side_value)
+        shared = (head.columns, sampling, planner, head.estimates[greedy], head.outlooks[greedy])
+        if isinstance(head.session, MedusaSession):
+            return MedusaProposer(head.session, *shared, run_cost=head.costs.append)
+        positions = head.speculator.manifest.sizes.positions
+        return EagleProposer(head.session, *shared, costs=head.costs, positions=positions, known=head.tokens)
+
+    def reserve(self, method: str, length: int) -> None:
+        """Make room for a text of so many tokens."""
+        session = self._head(method).session
+        if isinstance(session, EagleSession):
+            session.reserve(length)
+
+    def finish(self, method: str, committed: Sequence[int]) -> None:
+        """A request ended: remember which text the slots of a head's cache belong to."""
+        head = self._head(method)
+        if isinstance(head.session, EagleSession):
+            head.tokens = list(committed[: head.session.length + 1])
+
+    def forget(self) -> None:
+        """Forget every earlier request."""
+        for head in self._loaded.values():
+            head.forget()
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that are loaded."""
+        return sum(head.speculator.weights_bytes for head in self._loaded.values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the heads' caches."""
+        return sum(head.session.kv_bytes for head in self._loaded.values())
+
+    @property
+    def onnx_seconds(self) -> float:
+        """Seconds that the heads spent inside ONNX Runtime."""
+        return sum(head.session.onnx_seconds for head in self._loaded.values())
+
+    def close(self) -> None:
+        """Free sessions and caches."""
+        for head in self._loaded.values():
+            head.session.close()
+        self._loaded.clear()
+
+    def _head(self, method: str) -> _Head:
+        head = self._loaded.get(method)
+        if head is None:
+            head = self._loaded[method] = self._load(self.require(method))
+        return head
+
+    def _load(self, speculator: InstalledSpeculator) -> _Head:
+        manifest = speculator.manifest
+        sizes, features = manifest.sizes, self._bundle.manifest.features
+        assert features is not None
+        columns = pick_columns(features.taps, manifest.taps, sizes.hidden)
+        width = len(manifest.taps) * sizes.hidden
+        onnx_session = create_session(
+            speculator.graph_path(), threads=self._threads, device=self._device, shared_cpu=True
+        )
+        session: MedusaSession | EagleSession
+        if manifest.method == "medusa":
+            session = MedusaSession(
+                manifest.name,
+                onnx_session,
+                heads=sizes.depth,
+                feature_width=width,
+                draft_vocabulary=sizes.draft_vocabulary,
+            )
+            costs = EagleCosts(session.measure(), ())
+        else:
+            session = EagleSession(
+                manifest.name,
+                onnx_session,
+                feature_width=width,
+                hidden=sizes.hidden,
+                kv_heads=sizes.kv_heads,
+                head_dim=sizes.head_dim,
+                draft_vocabulary=sizes.draft_vocabulary,
+                positions=sizes.positions,
+            )
+            costs = EagleCosts(*session.measure())
+        ids = speculator.vocabulary()
+        vocabulary = np.arange(sizes.draft_vocabulary) if ids is None else ids.astype(np.int64)
+        head = _Head(speculator, session, columns, vocabulary, costs)
+        head.forget()
+        return head
