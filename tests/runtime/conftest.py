@@ -8,6 +8,8 @@ real128, real160, mix128   120 real tokens, padded vocabularies of 128 and 160
 swapped  tgt with two tokens of its tokenizer swapped; other: another tokenizer
 table    a fixed next-token table (see `TABLE`)     table-eos: another end-of-text id, in generation_config only
 toy, toy-draft   eight tokens with known bigram probabilities
+heads, heads-int8, heads40   tgt with random speculators (heads40: hidden size 40, so all in float32)
+table-heads, toy-heads   table with speculators that are right, toy with speculators of known probabilities
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.runtime import Engine
 
 from . import tiny_bundles as tiny
+from . import tiny_heads
 from .toys import TABLE, TOY_DRAFT_LOGITS, TOY_LOGITS
 
 
@@ -87,16 +90,23 @@ class TinyModels:
             write(folder, target, vocabulary=288, hidden=64, tokenizer=tiny.tokenizer_json(swapped=(40, 77)))
         elif base == "other":
             write(folder, target, vocabulary=288, hidden=64, tokenizer=tiny.tokenizer_json(reverse=True))
-        elif base in ("table", "table-eos"):
+        elif base == "heads":
+            write(folder, target, vocabulary=288, hidden=64)
+        elif base == "heads40":
+            write(folder, tiny.random_tensors(1, hidden=40), vocabulary=288, hidden=40)
+        elif base in ("table", "table-heads", "table-eos"):
             logits = tiny.table_logits(TABLE)
-            eos = (0, 2) if base == "table" else (0, tiny.token_id("!"))
+            eos = (0, tiny.token_id("!")) if base == "table-eos" else (0, 2)
             write(folder, tiny.bigram_tensors(logits), vocabulary=288, hidden=288, eos=eos)
-        elif base in ("toy", "toy-draft"):
-            logits = TOY_LOGITS if base == "toy" else TOY_DRAFT_LOGITS
+        elif base in ("toy", "toy-heads", "toy-draft"):
+            logits = TOY_DRAFT_LOGITS if base == "toy-draft" else TOY_LOGITS
             write(folder, tiny.bigram_tensors(logits), vocabulary=288, hidden=288)
         else:
             raise ValueError(name)
-        tiny.export_tiny(name, folder, precision)
+        bundle = tiny.export_tiny(name, folder, precision)
+        if base.endswith("heads") or base == "heads40":
+            attach = {"table-heads": tiny_heads.table_heads, "toy-heads": tiny_heads.toy_heads}
+            attach.get(base, tiny_heads.random_heads)(bundle)
 
 
 @pytest.fixture(scope="session")

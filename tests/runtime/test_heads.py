@@ -1,0 +1,174 @@
+"""Heads and draft speculators through the engine: no text changes, what is right is accepted, lacks are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specrun.models_cache.errors import UsageError
+from specrun.runtime import Engine
+from specrun.runtime.proposal import Proposal
+from specrun.runtime.proposers.eagle import EagleProposer
+from specrun.runtime.proposers.medusa import MedusaProposer
+
+from .checks import check_counters, make_speculation_pay, read, same_output, text_of
+from .conftest import TinyModels
+from .tiny_bundles import PROMPT
+
+METHODS = ("medusa", "eagle", "draft", "medusa+ngram", "eagle+ngram", "draft+ngram")
+DRAFT_LENGTHS = (1, 2, 3, 4, 5, 8, 16, None)
+PROMPTS = (PROMPT, "a", "red blue red blue red blue", text_of(300))
+RAW: dict[str, Any] = {"raw": True, "ignore_eos": True}
+COUPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7}
+FILTERED: dict[str, Any] = {"temperature": 0.8, "seed": 8, "top_p": 0.9, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["heads", "heads-int8", "heads40"])
+def test_equals_plain(models: TinyModels, monkeypatch: pytest.MonkeyPatch, name: str, method: str) -> None:
+    """Greedy and coupled, every K and adaptive trees: the ids of plain decoding."""
+    engine = models.engine(name)
+    make_speculation_pay(engine, monkeypatch)
+    proposed = 0
+    for options in ({}, COUPLED, FILTERED):
+        for prompt in PROMPTS if not options else PROMPTS[:1]:
+            plain = engine.generate(prompt, method="none", max_tokens=40, **RAW, **options)
+            for draft_length in DRAFT_LENGTHS:
+                _, result = read(
+                    engine.stream(prompt, method=method, draft_length=draft_length, max_tokens=40, **RAW, **options)
+                )
+                assert result.method == method
+                same_output(result, plain)
+                proposed += result.speculation.proposed
+                if draft_length is not None:
+                    assert result.speculation.proposed <= draft_length * result.speculation.rounds
+    assert proposed > 0
+
+
+@pytest.mark.parametrize("draft", ["eagle1", "eagle", "medusa"])
+def test_a_speculator_by_its_name(models: TinyModels, draft: str) -> None:
+    models.bundle("heads")
+    method = "eagle" if draft == "eagle1" else draft
+    with Engine.load("heads", draft=draft, threads=1) as engine:
+        assert engine.default_method == method
+        assert engine.memory().weights_bytes == engine.bundle.weights_bytes  # loaded by the first request
+        plain = engine.generate(PROMPT, method="none", max_tokens=30, **RAW)
+        result = engine.generate(PROMPT, draft_length=3, max_tokens=30, **RAW)
+        assert result.method == method
+        same_output(result, plain)
+        memory = engine.memory()
+        assert memory.weights_bytes > engine.bundle.weights_bytes
+        assert (memory.kv_draft_bytes > 0) == (method == "eagle")
+    path = models.bundle("heads").path / "speculators" / draft
+    with Engine.load("heads", draft=path, threads=1) as engine:
+        assert engine.default_method == method
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "medusa+ngram", "eagle+ngram"])
+@pytest.mark.parametrize("draft_length", [1, 2, 3, None])
+def test_what_is_right_is_accepted(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, method: str, draft_length: int | None
+) -> None:
+    """Heads that are right by construction: every draft token on the main branch stands."""
+    engine = models.engine("table-heads")
+    make_speculation_pay(engine, monkeypatch)
+    for options in ({}, {"temperature": 0.5, "seed": 3}):
+        plain = engine.generate("a", method="none", max_tokens=60, **RAW, **options)
+        engine.reset()
+        _, result = read(engine.stream("a", method=method, draft_length=draft_length, max_tokens=60, **RAW, **options))
+        same_output(result, plain)
+        if draft_length is not None:
+            assert result.speculation.acceptance_rate == 1.0
+            assert result.speculation.mean_accepted_tokens > 0.9 * (draft_length + 1)
+        else:
+            assert result.speculation.mean_accepted_tokens > 2.5
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "draft"])
+def test_a_fixed_k_is_a_chain_of_exactly_k(models: TinyModels, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    engine = models.engine("heads")
+    for draft_length in (1, 2, 3, 5):
+        k = min(draft_length, 3) if method == "medusa" else draft_length  # it has three heads
+        result = engine.generate(PROMPT, method=method, draft_length=draft_length, max_tokens=40, **RAW)
+        full = result.speculation.rounds - draft_length - 1  # the last rounds are cut short by the limit
+        assert full * k <= result.speculation.proposed <= result.speculation.rounds * k
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> list[Proposal]:
+    proposals: list[Proposal] = []
+    propose = kind.propose
+
+    def watched(self: Any, context: Sequence[int], limit: int) -> Proposal:
+        proposals.append(propose(self, context, limit))
+        return proposals[-1]
+
+    monkeypatch.setattr(kind, "propose", watched)
+    return proposals
+
+
+@pytest.mark.parametrize(("method", "kind"), [("medusa", MedusaProposer), ("eagle", EagleProposer)])
+def test_adaptive_proposals_are_trees_where_runs_cost_little(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, method: str, kind: type[Any]
+) -> None:
+    """And their side branches come true now and then."""
+    from specrun.runtime.calibration import Calibration
+
+    engine = models.engine("toy-heads")
+    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 1.1}))
+    proposals = watch(monkeypatch, kind)
+    for seed in range(6):
+        options = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "raw": True, "ignore_eos": True}
+        plain = engine.generate("a", method="none", **options)
+        same_output(engine.generate("a", method=method, **options), plain)
+    trees = [proposal for proposal in proposals if proposal.parents is not None]
+    assert len(trees) > len(proposals) / 2
+    assert max(map(len, trees)) > 6
+
+
+def test_heads_that_are_never_right_are_given_up(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrun.runtime.calibration import Calibration
+
+    engine = models.engine("heads")
+    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 9.0}))
+    for method in ("medusa", "eagle"):
+        engine.reset()
+        fixed = engine.generate(PROMPT, method=method, draft_length=3, max_tokens=200, **RAW)
+        adaptive = engine.generate(PROMPT, method=method, max_tokens=200, **RAW)
+        assert adaptive.token_ids == fixed.token_ids
+        assert fixed.speculation.acceptance_rate < 0.2
+        assert adaptive.speculation.proposed < 80 < fixed.speculation.proposed
+        check_counters(adaptive)
+
+
+def test_methods_of_an_engine(models: TinyModels) -> None:
+    assert models.engine("tgt").methods == ("none", "ngram")
+    assert models.engine("tgt", "mix").methods == ("none", "draft", "ngram", "draft+ngram")
+    everything = ("none", "draft", "ngram", "medusa", "eagle", "draft+ngram", "medusa+ngram", "eagle+ngram")
+    assert models.engine("heads").methods == everything
+    assert models.engine("heads").default_method == "ngram"
+    swapped = models.engine("heads").generate("a", method="ngram+eagle", max_tokens=2, **RAW)
+    assert swapped.method == "eagle+ngram"
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle+ngram"])
+def test_no_speculator(models: TinyModels, method: str) -> None:
+    with pytest.raises(UsageError, match=r"needs a speculator, and tgt has none: make one with `specrun train"):
+        models.engine("tgt").stream("a", method=method)
+
+
+def test_no_draft(models: TinyModels) -> None:
+    with pytest.raises(UsageError, match=r"give one with --draft, or make one with `specrun train draft"):
+        models.engine("tgt").stream("a", method="draft+ngram")
+
+
+def test_a_bundle_without_features(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from specrun.models_cache.errors import UnsupportedModelError
+
+    bundle = models.bundle("heads")
+    old = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, features=None))
+    with Engine(old, threads=1) as engine, pytest.raises(UnsupportedModelError, match="export it again"):
+        engine.stream("a", method="medusa")
