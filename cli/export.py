@@ -11,6 +11,7 @@ from specrun.cli.output import echo_json, note, progress_line
 from specrun.cli.types import PRECISION
 
 if TYPE_CHECKING:
+    from specrun.export.heads_source import FoundHeads
     from specrun.models_cache import Bundle
 
 LOW_AGREEMENT = 0.9
@@ -35,7 +36,12 @@ LOW_AGREEMENT = 0.9
     "--output", "-o", type=click.Path(file_okay=False, path_type=Path), help="Write the bundle to this folder instead."
 )
 @click.option("--force", is_flag=True, help="Export anew even if a model of this name is here.")
-@click.option("--draft", metavar="SOURCE", help="Export this smaller model too, to draft for the first.")
+@click.option(
+    "--draft",
+    metavar="SOURCE",
+    help="What drafts for the model: Medusa or EAGLE heads, which are attached to it, or a smaller model, which is "
+    "exported too.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export(
     source: str,
@@ -53,27 +59,60 @@ def export(
     repository (ORG/NAME or ORG/NAME/FILE.gguf) or a known name (smollm2-135m). Sizes, and how close the graph stays to
     the source's own weights, are shown on stderr.
 
+    Heads are a folder that `specrun train` wrote, or published ones with safetensors files, here or on the hub.
+
     \b
     Examples:
       specrun export ./SmolLM2-360M-Instruct --name smollm2-360m
       specrun export model-q4_k_m.gguf --precision source
       specrun export ./big-model --draft ./small-model
       specrun generate --model big-model --draft small-model "Hello"
+      specrun export ./big-model --draft ./eagle-heads
     """
     from specrun.models_cache.errors import UsageError
 
-    if draft is not None and output is not None:
-        raise UsageError("--output names one folder: export the draft with a command of its own.")
-    bundles = [_export(source, name, precision, block, output, force)]
+    heads = None
     if draft is not None:
+        from specrun.export.heads_source import find_heads
+
+        with progress_line() as progress:
+            heads = find_heads(draft, progress)
+        if heads is None and output is not None:
+            raise UsageError("--output names one folder: export the draft with a command of its own.")
+    bundles = [_export(source, name, precision, block, output, force)]
+    extra: dict[str, Any] = {}
+    if heads is not None:
+        extra["speculator"] = _attach(bundles[0], heads, force)
+    elif draft is not None:
         bundles.append(_export(draft, None, precision, block, None, force))
         _check(bundles[0], bundles[1])
+        extra["draft"] = _facts(bundles[1])
+        note(f"use it with --draft: specrun generate --model {_shown(bundles[0])} --draft {_shown(bundles[1])}")
     if as_json:
-        rows = [_facts(bundle) for bundle in bundles]
-        echo_json(rows[0] | ({"draft": rows[1]} if draft is not None else {}))
+        echo_json(_facts(bundles[0]) | extra)
         return
     for bundle in bundles:
         click.echo(str(bundle.path))
+
+
+def _attach(bundle: Bundle, heads: FoundHeads, force: bool) -> dict[str, Any]:
+    from specrun.models_cache import speculator_facts
+
+    with progress_line() as progress:
+        speculator = heads.attach(bundle, force=force, progress=progress)
+    facts = speculator_facts(speculator)
+    note(
+        f"{bundle.manifest.name}/{speculator.name}: {facts['layout']}, {facts['bytes'] / 1e6:.0f} MB; use it with: "
+        f"specrun generate --model {_shown(bundle)} --method {facts['method']} --draft {speculator.name}"
+    )
+    return facts
+
+
+def _shown(bundle: Bundle) -> str:
+    """How a command names a bundle."""
+    from specrun.models_cache import models_dir
+
+    return bundle.path.name if bundle.path.parent == models_dir() else str(bundle.path)
 
 
 def _export(

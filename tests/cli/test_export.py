@@ -9,9 +9,12 @@ from click.testing import CliRunner, Result
 
 from specrun.cli import export as export_module
 from specrun.cli.main import main
+from specrun.export.speculator_weights import write_speculator
 from specrun.models_cache.layout import Bundle, find_bundle, list_bundles
 from specrun.models_cache.manifest import Fidelity
 from specrun.runtime import Engine
+
+from ..export.tiny_speculators import tiny_speculator
 
 
 def export(*arguments: str) -> Result:
@@ -57,6 +60,7 @@ def test_a_draft_too(tiny_source: Path, tmp_path: Path) -> None:
     result = export(str(tiny_source), "--draft", str(small))
     assert result.exit_code == 0, result.stderr
     assert result.stdout == f"{find_bundle('tiny').path}\n{find_bundle('small').path}\n"
+    assert "specrun generate --model tiny --draft small" in result.stderr
     with Engine.load("tiny") as plain, Engine.load("tiny", draft="small") as pair:
         wanted = plain.generate("Hello", max_tokens=30, method="none")
         assert pair.generate("Hello", max_tokens=30).token_ids == wanted.token_ids
@@ -65,6 +69,41 @@ def test_a_draft_too(tiny_source: Path, tmp_path: Path) -> None:
     )
     assert result.stdout == wanted.text + "\n"
     assert "method draft" in result.stderr
+
+
+def test_heads(tiny_source: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    write_speculator(weights, tiny_speculator("medusa"))
+    result = export(str(tiny_source), "--draft", str(weights), "--json")
+    assert result.exit_code == 0, result.stderr
+    bundle = find_bundle("tiny")
+    (made,) = bundle.speculators()
+    value = json.loads(result.stdout)
+    assert value["path"] == str(bundle.path)
+    assert value["speculator"]["digest"] == made.digest
+    assert "specrun generate --model tiny --method medusa --draft tiny-medusa" in result.stderr
+    # The bundle that is there is taken as it is, and so are the heads; others need --force.
+    assert export(str(tiny_source), "--draft", str(weights)).stdout == f"{bundle.path}\n"
+    write_speculator(weights, tiny_speculator("medusa", seed=8))
+    result = export(str(tiny_source), "--draft", str(weights))
+    assert result.exit_code == 2
+    assert "--force" in result.stderr
+    assert export(str(tiny_source), "--draft", str(weights), "--force").exit_code == 0
+    assert find_bundle("tiny").speculators()[0].digest != made.digest
+    # Another folder can have them too.
+    folder = tmp_path / "elsewhere"
+    result = export(str(tiny_source), "--draft", str(weights), "--output", str(folder))
+    assert result.exit_code == 0, result.stderr
+    assert [s.name for s in find_bundle(folder).speculators()] == ["tiny-medusa"]
+
+
+def test_heads_in_a_pickle(tiny_source: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
+    (tmp_path / "medusa_lm_head.pt").write_bytes(b"\x80\x04.")
+    result = export(str(tiny_source), "--draft", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "weights_only=True" in result.stderr
+    assert list_bundles() == []  # it is refused before the export
 
 
 def test_a_draft_and_another_folder(tiny_source: Path, tmp_path: Path) -> None:
