@@ -76,7 +76,7 @@ def bench(
     from specrun.runtime.bench import environment, load_prompts, run_bench, summarise
 
     prompts = load_prompts(prompts_file, per_category=per_category) if prompts_file is not None else _built_in()
-    with open_engine(**engine_values(values)) as engine, progress_line() as progress:
+    with open_engine(**engine_values(values), methods=methods) as engine, progress_line() as progress:
         for method in methods:
             engine.require_method(method.partition(":")[0])
         runs = run_bench(

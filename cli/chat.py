@@ -45,7 +45,7 @@ def chat(system: str | None, ngrams: str | None, color: bool, stats: bool, as_js
 
     request = request_values(values)
     request_options(**request)
-    with open_engine(**engine_values(values)) as engine:
+    with open_engine(**engine_values(values), methods=(values["method"],)) as engine:
         if ngrams is not None and Path(ngrams).exists():
             engine.load_ngrams(Path(ngrams))
         conversation = _Conversation(engine, system, request, as_json=as_json, colour=use_colour(color), stats=stats)

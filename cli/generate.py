@@ -74,7 +74,7 @@ def generate(
     text = _prompt(prompt, file)
     objects = []
     interrupted = False
-    with open_engine(**engine_values(values)) as engine:
+    with open_engine(**engine_values(values), methods=(values["method"],)) as engine:
         if ngrams is not None and Path(ngrams).exists():
             engine.load_ngrams(Path(ngrams))
         for index in range(samples):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -23,15 +24,33 @@ def open_engine(
     device: str = "cpu",
     context: int | None = None,
     yes: bool = False,
+    methods: Iterable[str | None] = (),
 ) -> Engine:
-    """Load a model, and what drafts for it, as `Engine.load` does, with the default model fetched."""
+    """Load a model, and what drafts for it, as `Engine.load` does, with the default model fetched.
+
+    methods: what requests will name; a speculator that specrun ships for one of them is attached where it is missing.
+    """
     from specrun.runtime import Engine
     from specrun.runtime.heads import find_draft
 
     bundle = ensure_model(model, yes=yes)
+    _ensure_speculators(bundle, draft, methods)
     drafting = find_draft(bundle, draft) if draft is not None else None
     with waiting(f"loading {bundle.manifest.name}"):
         return Engine(bundle, draft=drafting, threads=threads, device=device, context=context)
+
+
+def _ensure_speculators(bundle: Bundle, draft: str | None, methods: Iterable[str | None]) -> None:
+    """Attach what specrun ships where a method is asked for that nothing in the bundle serves."""
+    wanted = {part for method in methods if method for part in method.partition(":")[0].split("+")}
+    # --draft names what serves, unless it is the name of one that ships.
+    wanted = ({draft} if draft is not None else wanted) & {"medusa", "eagle", "draft"}
+    if not wanted - {speculator.manifest.method for speculator in bundle.speculators()}:
+        return
+    from specrun.export.shipped import ensure_shipped
+
+    with progress_line() as progress:
+        ensure_shipped(bundle, progress)
 
 
 def ensure_model(name: str, *, yes: bool = False) -> Bundle:

@@ -70,7 +70,7 @@ def verify(
     prompts = [entry.prompt for entry in load_prompts(prompts_file)] if prompts_file is not None else list(PROMPTS)
     rows = []
     failed = None
-    with open_engine(**engine_values(values)) as engine, progress_line() as progress:
+    with open_engine(**engine_values(values), methods=methods or ()) as engine, progress_line() as progress:
         for method in methods or ():
             engine.require_method(method)
         if not as_json:
