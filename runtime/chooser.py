@@ -76,13 +76,15 @@ class Chooser:
         rows: list[Distribution] = []
 
         def step(node: int, children: tuple[int, ...]) -> NodeStep:
-            row = logits[node + 1]
-            if self._stream is not None:
-                rows.append(self._distribution(row, drafts, committed))
-                taken = self._drawn(rows[-1], proposal, node, children, self._stream)
+            row, position = logits[node + 1], committed + len(drafts)
+            p = None if self._plain_greedy else self._distribution(row, drafts, committed)
+            if p is not None and self._stream is not None:
+                rows.append(p)
+                taken = self._drawn(p, proposal, node, children, self._stream)
             else:
-                choice = self._choice(row, drafts, committed, None if node < exact else self._margin)
-                taken = OPEN if choice is None else choose_child(children, choice)
+                choice = self._choice(row, p, position)
+                sure = node < exact or self._margin is None or self._wins(row, p, position, choice, self._margin)
+                taken = choose_child(children, choice) if sure else OPEN
             if taken.child is not None:
                 drafts.append(children[taken.child])
             return taken
@@ -91,28 +93,24 @@ class Chooser:
         ended = bool(drafts) and drafts[-1] in self._ends
         return settle(proposal, outcome, whole=self._margin is not None, rows=rows, ended=ended)
 
-    def _choice(
-        self, row: NDArray[np.float32], drafts: Sequence[int], committed: int, margin: float | None
-    ) -> int | None:
-        """The target's own choice, greedy or coupled; None if it does not win by more than `margin`."""
-        position = committed + len(drafts)
-        if self._plain_greedy:
-            choice = self._best(row, position)
-            if margin is not None:
-                handicapped = row.copy()
-                handicapped[choice] -= margin
-                return choice if self._best(handicapped, position) == choice else None
-            return choice
-        p = self._distribution(row, drafts, committed)
-        choice = coupled_token(p, seed=self._seed, sample_index=self._sample_index, position=position)
-        if margin is not None:
-            # A logit that is lower by the margin is a probability that is lower by this factor; the noise stays.
-            weights = p.probs.copy()
-            weights[p.ids.searchsorted(choice)] *= math.exp(-margin / self._sampling.temperature)
-            weaker = Distribution(p.ids, weights)
-            again = coupled_token(weaker, seed=self._seed, sample_index=self._sample_index, position=position)
-            return choice if again == choice else None
-        return choice
+    def _choice(self, row: NDArray[np.float32], p: Distribution | None, position: int) -> int:
+        """The target's own choice: coupled by the distribution of the row, without one the best of it."""
+        return self._best(row, position) if p is None else self._coupled(p, position)
+
+    def _wins(
+        self, row: NDArray[np.float32], p: Distribution | None, position: int, choice: int, margin: float
+    ) -> bool:
+        """Whether the choice would be the same if its logit were lower by the margin, under the same noise."""
+        if p is None:
+            row = row.copy()
+            row[choice] -= margin
+            return self._best(row, position) == choice
+        weights = p.probs.copy()
+        weights[p.ids.searchsorted(choice)] *= math.exp(-margin / self._sampling.temperature)
+        return self._coupled(Distribution(p.ids, weights), position) == choice
+
+    def _coupled(self, p: Distribution, position: int) -> int:
+        return coupled_token(p, seed=self._seed, sample_index=self._sample_index, position=position)
 
     def _drawn(
         self, p: Distribution, proposal: Proposal, node: int, children: tuple[int, ...], stream: RandomStream
@@ -141,7 +139,7 @@ class Chooser:
         q = self._distribution(logits, drafts, committed)
         if self._stream is not None:
             return sample(q, self._stream.uniform()), q
-        return coupled_token(q, seed=self._seed, sample_index=self._sample_index, position=position), None
+        return self._coupled(q, position), None
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Count tokens that were committed."""

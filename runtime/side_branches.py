@@ -29,7 +29,7 @@ from specrun.runtime.result import Source
 from specrun.runtime.sampling import Distribution
 
 MARGIN: Final = 1e-3
-"""Logits of an fp32 graph: a choice that wins by more is the same in every layout of the keys."""
+"""By how much a choice must win, in logits of an fp32 graph: it then survives errors of half as much in every logit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import pytest
 
 from specrun.models_cache.errors import BackendError
 from specrun.runtime import Engine
+from specrun.runtime import stream as stream_module
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.kv_cache import KVCache
 from specrun.runtime.proposal import Proposal
@@ -233,17 +234,34 @@ def test_a_long_inexact_text_is_run_anew_in_chunks(models: TinyModels, monkeypat
     proposer = TreeProposer(plain.token_ids, shape)
     with proposing(monkeypatch, proposer, 0.0) as record:
         monkeypatch.setattr(ModelSession, "run_batch", watched)
-        choice = Chooser._choice
+        wins = Chooser._wins
 
-        def strict(self: Chooser, row: Any, drafts: Any, committed: int, margin: float | None) -> int | None:
-            doubt = margin is not None and committed > 400 and not record.open
-            return None if doubt else choice(self, row, drafts, committed, margin)
+        def strict(self: Chooser, row: Any, p: Any, position: int, *args: Any) -> bool:
+            return not (position > 400 and not record.open) and wins(self, row, p, position, *args)
 
-        monkeypatch.setattr(Chooser, "_choice", strict)
+        monkeypatch.setattr(Chooser, "_wins", strict)
         result = engine.generate("ab", method="ngram", **options)
     same_output(result, plain)
     assert record.open == 1
     assert widths.count(256) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_growth_of_the_cache_under_trees(models: TinyModels, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """The buffers move while trees are run and paths are kept."""
+    name, margin, noise = POLICIES[policy]
+    options = {"max_tokens": 460, **RAW}
+    plain = models.engine(name).generate(text_of(30), method="none", **options)
+    monkeypatch.setattr(stream_module, "RESERVED_TOKENS", 1)
+    with Engine.load(name, threads=1) as engine:
+        with proposing(monkeypatch, TreeProposer(plain.token_ids, SHAPES["random"], depth=9), margin, noise):
+            started = engine.stream(text_of(30), method="ngram", **options)
+            next(started)
+            before = engine.memory()
+            for _ in started:
+                continue
+        assert engine.memory().kv_target_bytes > before.kv_target_bytes
+    same_output(started.result, plain)
 
 
 def test_requests_one_after_another(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,25 @@ def test_long_inputs_run_in_chunks(models: TinyModels, monkeypatch: pytest.Monke
     assert (last[:-2] == features[-len(last) : -2]).all()
 
 
+def test_the_variant_for_older_runtimes(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build without query_seqlens runs trees by its batch-1 graph, with the same bits."""
+    tokens = np.random.default_rng(8).integers(3, 270, 60).tolist()
+    parents = any_tree(np.random.default_rng(9), 20)
+
+    def rows(session: ModelSession) -> np.ndarray:
+        session.run(tokens[:30], rows=1)
+        session.run(tokens[30:51], rows=1, parents=parents)
+        session.keep_path(31, path_to(19, parents))
+        return session.run(tokens[51:], rows=9).copy()
+
+    bundle = models.bundle("tgt-int8")
+    expected = rows(session_opener(bundle, 1)(1, WidthRule()))
+    monkeypatch.setattr(session_module, "build_features", frozenset)
+    old = session_opener(bundle, 1)(1, WidthRule())
+    assert not old.ragged
+    assert (rows(old) == expected).all()
+
+
 def test_features_of_every_run(models: TinyModels) -> None:
     """Rows of the context's tokens, whatever the width; a bundle without that output gives none."""
     bundle = models.bundle("tgt")
