@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from specrun.export.target_ends import TargetLayer
 from specrun.export.training.batches import Batch
-from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary, SoftCrossEntropy
+from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary, soft_cross_entropy
 from specrun.export.training.scores import Scores
 from specrun.export.training.target_parts import TargetParts
 
@@ -34,10 +37,41 @@ class DraftModel(nn.Module):
     def __init__(self, parts: TargetParts, layers: int) -> None:
         super().__init__()
         self.parts = parts
-        self.layers = nn.ModuleList(DraftLayer(parts) for _ in range(layers))
+        self.layers = [DraftLayer(parts) for _ in range(layers)]
+        for index, layer in enumerate(self.layers):
+            self.add_module(f"layer_{index}", layer)
         self.final_norm = RMSNorm(parts.hidden, parts.epsilon)
         with torch.no_grad():
             self.final_norm.weight.copy_(parts.final_norm)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The speculator's tensors by name; the matrices are the parameters themselves."""
+        tensors: dict[str, Tensor] = {"final_norm": self.final_norm.weight}
+        for index, layer in enumerate(self.layers):
+            tensors |= {
+                f"layers.{index}.input_norm": layer.input_norm.weight,
+                f"layers.{index}.qkv": layer.attention.qkv.weight,
+                f"layers.{index}.output": layer.attention.output.weight,
+                f"layers.{index}.mlp_norm": layer.mlp_norm.weight,
+                f"layers.{index}.gate_up": layer.mlp.gate_up.weight,
+                f"layers.{index}.down": layer.mlp.down.weight,
+            }
+        return tensors
+
+    @torch.no_grad()
+    def start_from(self, layers: Sequence[TargetLayer]) -> None:
+        """Begin with copies of layers of the target."""
+        for ours, theirs in zip(self.layers, layers, strict=True):
+            pairs = (
+                (ours.input_norm.weight, theirs.input_norm),
+                (ours.attention.qkv.weight, theirs.qkv),
+                (ours.attention.output.weight, theirs.output),
+                (ours.mlp_norm.weight, theirs.mlp_norm),
+                (ours.mlp.gate_up.weight, theirs.gate_up),
+                (ours.mlp.down.weight, theirs.down),
+            )
+            for parameter, array in pairs:
+                parameter.copy_(torch.from_numpy(array))
 
     def losses(self, batch: Batch, depth: int) -> tuple[Tensor, Scores]:
         """The loss, and how often a chain of `depth` tokens was right at each of them."""
@@ -51,7 +85,7 @@ class DraftModel(nn.Module):
         with torch.no_grad():
             residual = batch.features[:, :-1, -self.parts.hidden :]
             target = torch.softmax(self.parts.logits(residual[wanted]).float(), -1)
-        return SoftCrossEntropy.apply(logits, target).mean(), _chain_scores(wanted, logits, target, depth)
+        return soft_cross_entropy(logits, target).mean(), _chain_scores(wanted, logits, target, depth)
 
 
 def _chain_scores(wanted: Tensor, logits: Tensor, target: Tensor, depth: int) -> Scores:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from specrun.export.training.batches import Batch
-from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary, SoftCrossEntropy
+from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary, soft_cross_entropy
 from specrun.export.training.scores import Scores
 from specrun.export.training.target_parts import TargetParts
 
@@ -25,7 +25,9 @@ class EagleModel(nn.Module):
         hidden = parts.hidden
         self.parts = parts
         self.taps = taps
-        self.tap_norms = nn.ModuleList([RMSNorm(hidden, parts.epsilon) for _ in range(taps)])
+        self.tap_norms = [RMSNorm(hidden, parts.epsilon) for _ in range(taps)]
+        for index, norm in enumerate(self.tap_norms):
+            self.add_module(f"tap_norm_{index}", norm)
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
         self.embedding_norm = RMSNorm(hidden, parts.epsilon)
         self.hidden_norm = RMSNorm(hidden, parts.epsilon)
@@ -45,10 +47,25 @@ class EagleModel(nn.Module):
             self.final_norm.weight.fill_(float(parts.final_norm.square().mean().sqrt()))
             self.tap_norms[-1].weight.copy_(parts.final_norm / parts.final_norm.square().mean().sqrt())
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The speculator's tensors by name; the matrices are the parameters themselves."""
+        vectors = {"tap_norms": torch.stack([norm.weight for norm in self.tap_norms])}
+        for name in ("embedding_norm", "hidden_norm", "input_norm", "mlp_norm", "final_norm"):
+            vectors[name] = getattr(self, name).weight
+        return vectors | {
+            "fc": self.fc.weight,
+            "join": self.join.weight,
+            "qkv": self.attention.qkv.weight,
+            "output": self.attention.output.weight,
+            "gate_up": self.mlp.gate_up.weight,
+            "down": self.mlp.down.weight,
+        }
+
     def combine(self, features: Tensor) -> Tensor:
         """Features [rows, length, taps * hidden] -> [rows, length, hidden]."""
         taps = features.float().chunk(self.taps, dim=-1)
-        return self.fc(torch.cat([norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)], dim=-1))
+        combined: Tensor = self.fc(torch.cat([norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)], -1))
+        return combined
 
     def losses(self, batch: Batch, steps: int) -> tuple[Tensor, Scores]:
         """The loss over `steps` steps, and how often each was right.
@@ -79,7 +96,7 @@ class EagleModel(nn.Module):
             logits = nn.functional.linear(self.final_norm(x[wanted]), self.parts.head)
             with torch.no_grad():
                 target = torch.softmax(self.parts.logits(last[wanted]).float(), -1)
-            total = total + STEP_WEIGHT**step * SoftCrossEntropy.apply(logits, target).mean()
+            total = total + STEP_WEIGHT**step * soft_cross_entropy(logits, target).mean()
             # The path of slot i ran over the slot before, at the step before.
             right = scores.add(
                 step, wanted, logits, target, None if right is None else _later(right[..., None], 1)[..., 0]

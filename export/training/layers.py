@@ -81,12 +81,18 @@ class Mlp(nn.Module):
         return mixed
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """-sum(target * log_softmax(logits)) of each row, with the gradient written straight into the logits' memory."""
+def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """-sum(target * log_softmax(logits)) of each row, f32 [rows]; both [rows, vocabulary], target distributions."""
+    losses: Tensor = _SoftCrossEntropy.apply(logits, target)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Keeps softmax(logits) - target, which is the gradient, in the memory of the logits."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, logits: Tensor, target: Tensor) -> Tensor:
-        """logits, target [rows, vocabulary], target a distribution in each row -> f32 [rows]."""
+        """See `soft_cross_entropy`."""
         wide = logits.float()
         norm = wide.logsumexp(-1, keepdim=True)
         loss = norm[:, 0] - (wide * target).sum(-1)

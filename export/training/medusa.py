@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from specrun.export.training.batches import Batch
-from specrun.export.training.layers import SoftCrossEntropy
+from specrun.export.training.layers import soft_cross_entropy
 from specrun.export.training.scores import Scores
 from specrun.export.training.target_parts import TargetParts
 
@@ -19,13 +19,21 @@ class MedusaModel(nn.Module):
     def __init__(self, parts: TargetParts, heads: int, blocks: int) -> None:
         super().__init__()
         self.parts = parts
-        self.heads = nn.ModuleList(
-            nn.ModuleList(nn.Linear(parts.hidden, parts.hidden) for _ in range(blocks)) for _ in range(heads)
-        )
-        for linear in self.modules():
-            if isinstance(linear, nn.Linear):
+        self.heads = [[nn.Linear(parts.hidden, parts.hidden) for _ in range(blocks)] for _ in range(heads)]
+        for index, linears in enumerate(self.heads):
+            for block, linear in enumerate(linears):
+                self.add_module(f"head_{index}_{block}", linear)
                 nn.init.zeros_(linear.weight)
                 nn.init.zeros_(linear.bias)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The speculator's tensors by name; the matrices are the parameters themselves."""
+        return {
+            f"heads.{index}.blocks.{block}.{part}": getattr(linear, part)
+            for index, blocks in enumerate(self.heads)
+            for block, linear in enumerate(blocks)
+            for part in ("weight", "bias")
+        }
 
     def losses(self, batch: Batch) -> tuple[Tensor, Scores]:
         """The loss, and how often each head was right."""
@@ -44,6 +52,6 @@ class MedusaModel(nn.Module):
             logits = nn.functional.linear(z.to(self.parts.head.dtype), self.parts.head)
             with torch.no_grad():
                 target = torch.softmax(self.parts.logits(ahead[wanted]).float(), -1)
-            total = total + STEP_WEIGHT**index * SoftCrossEntropy.apply(logits, target).mean()
+            total = total + STEP_WEIGHT**index * soft_cross_entropy(logits, target).mean()
             right = scores.add(index, wanted, logits, target, None if right is None else right[:, : ahead.shape[1]])
         return total, scores

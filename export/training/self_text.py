@@ -48,7 +48,8 @@ class SelfWriter:
     """Writes dialogues over `session`, as many at a time as it has rows.
 
     start: number of the first dialogue; each has random numbers of its own, keyed on `seed` and its number.
-    prompts: user turns (token ids) to answer instead of self-written ones, in order, again and again.
+    prompts: whole prompts (token ids, the chat template included) to answer instead of self-written ones, in order,
+    again and again.
     """
 
     def __init__(
@@ -98,8 +99,7 @@ class SelfWriter:
         return row
 
     def _answer_to(self, row: _Row, prompt: Sequence[int]) -> Writing:
-        room = self._limit - len(self._form.opening) - len(self._form.asking) - MAX_ANSWER
-        logits = yield from row.feed([*self._form.opening, *prompt[: max(room, 1)], *self._form.asking])
+        logits = yield from row.feed(prompt)
         yield from self._write(row, logits, 1, MAX_ANSWER, self._answer_temperature(row), answer=True)
 
     def _converse(self, row: _Row) -> Writing:
@@ -108,7 +108,7 @@ class SelfWriter:
         shares, kinds = zip(*FIRST, strict=True)
         seeds: Sequence[Seed] = kinds[row.random.choice(len(kinds), p=np.array(shares) / sum(shares))]
         while self._form.asking:
-            for part in seeds[row.random.integers(len(seeds))].parts:
+            for part in seeds[int(row.random.integers(len(seeds)))].parts:
                 if part.text:
                     logits = yield from row.feed(self._tokenizer.encode(part.text.rstrip(" "), add_bos=False))
                 _, logits = yield from self._write(row, logits, part.least, part.most, 1.0, answer=False)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from specrun.export.training.dialogue_form import dialogue_form
-from specrun.export.training.self_text import Dialogue, SelfWriter
+from specrun.export.training.self_text import MAX_ANSWER, MAX_DIALOGUE, Dialogue, SelfWriter
 from specrun.export.training.text_store import SHARD_TOKENS, TextStore
-from specrun.models_cache.errors import SpecrunError
+from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.layout import Bundle, load_bundle
 from specrun.models_cache.progress import Progress
+from specrun.runtime.chat_template import ChatTemplate
 from specrun.runtime.session import WidthRule, session_opener
 from specrun.runtime.tokenizer import Tokenizer
 
@@ -34,8 +36,8 @@ def write_text(
 ) -> TextStore:
     """Fill the store in `folder` until it holds `tokens` tokens; what an earlier call wrote counts.
 
-    prompts: user turns (token ids) to answer, instead of self-written ones. A store shared by several trainings is
-    filled once. Raises SpecrunError where a process fails.
+    prompts: whole prompts (token ids) to answer, instead of self-written ones; `fitting_prompts` makes them.
+    Raises SpecrunError where a process fails.
     """
     store = TextStore(folder)
     have = store.tokens()
@@ -62,6 +64,28 @@ def write_text(
         for worker in workers:
             worker.join()
     return store
+
+
+def fitting_prompts(bundle: Bundle, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+    """Token ids of prompts (texts or conversations) in the model's chat template; those too long are left out.
+
+    Raises UsageError where none is left.
+    """
+    tokenizer = Tokenizer.from_bundle(bundle)
+    template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer)
+    room = min(MAX_DIALOGUE, bundle.manifest.sizes.context) - MAX_ANSWER
+    fitting = []
+    for prompt in prompts:
+        if template is not None:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            ids = template.encode_chat(messages)
+        else:
+            ids = tokenizer.encode(prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")))
+        if 0 < len(ids) <= room:
+            fitting.append(ids)
+    if not fitting:
+        raise UsageError(f"No prompt has at most {room} tokens: give shorter ones.")
+    return fitting
 
 
 def _check(workers: Sequence[BaseProcess]) -> None:

@@ -36,7 +36,6 @@ CHECKPOINT_S = 120.0
 class TrainingOptions:
     """passes: over the text. rows x length: positions of a batch. learning_rate: the highest, after the warm-up."""
 
-    tokens: int
     passes: float
     learning_rate: float
     rows: int = 4
@@ -57,7 +56,8 @@ class Trainer:
     """Trains `model`, whose `losses` are given, on the text of `store`; the first shard is held out.
 
     folder: where the checkpoint is kept: the weights in half precision and a few numbers; the optimiser's state is not
-    kept, so a resumed training warms up again. columns: of the features, those that the model reads.
+    kept, so a resumed training warms up again. columns: of the features, those that the model reads. `state` says how
+    far it is.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Trainer:
         )
         if not len(self._held_out) or not len(self._batches):
             raise UsageError("There is too little text for one batch: train on more tokens (--tokens).")
-        self._options = options
+        self.options = options
         self._folder = folder
         self._progress = progress
         self._device = next(model.parameters()).device
@@ -124,7 +124,7 @@ class Trainer:
                 if time.monotonic() - saved > CHECKPOINT_S:
                     self.save()
                     saved = time.monotonic()
-                self._progress(self._label(average), self.state.step, self.steps)
+                self._progress(self._label(), self.state.step, self.steps)
         except KeyboardInterrupt:
             self.save()
             raise
@@ -191,14 +191,16 @@ class Trainer:
         """A warm-up after each start, then a cosine to LAST_RATE."""
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
         return (
-            self._options.learning_rate * min(1.0, (since + 1) / WARMUP_STEPS) * (LAST_RATE + (1 - LAST_RATE) * cosine)
+            self.options.learning_rate * min(1.0, (since + 1) / WARMUP_STEPS) * (LAST_RATE + (1 - LAST_RATE) * cosine)
         )
 
-    def _label(self, loss: float) -> str:
+    def _label(self) -> str:
+        """What is shown; it changes only with a measurement."""
         state = self.state
-        left = state.seconds / max(state.step, 1) * (self.steps - state.step)
-        held = f", {state.curve[-1][2]:.2f} tokens a round on held-out text" if state.curve else ""
-        return f"Training (loss {loss:.3f}{held}, {left / 60:.0f} min left)"
+        if not state.curve:
+            return "Training"
+        _, loss, rate = state.curve[-1]
+        return f"Training ({rate:.2f} tokens a round on held-out text, loss {loss:.3f})"
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:

@@ -1,0 +1,119 @@
+"""`specrun train`: heads or a small draft for a model, with no data needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from specrun.cli.opening import ensure_model
+from specrun.cli.options import DEFAULT_MODEL
+from specrun.cli.output import echo_json, note, progress_line
+
+TRAIN_HINT = "Training needs torch: install it with `pip install 'specrun[train]'`."
+
+
+@click.command()
+@click.argument("method", type=click.Choice(["medusa", "eagle", "draft"]))
+@click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, help="A model's name, or its folder.")
+@click.option("--name", help="Keep the speculator under this name; by default that of the method.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=1_500_000,
+    show_default=True,
+    help="Length of the training text. It is kept, and serves every method.",
+)
+@click.option("--passes", type=click.FloatRange(min=0, min_open=True), help="Over the text; by default 3 to 4.")
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Answer these prompts, a line each (objects with turns, prompt or messages), instead of self-written ones.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the text and the training.")
+@click.option("--threads", type=click.IntRange(min=1), help="Processor threads; by default one for each core.")
+@click.option("--restart", is_flag=True, help="Begin the training anew instead of going on from its checkpoint.")
+@click.option("--force", is_flag=True, help="Replace a speculator of that name.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def train(
+    method: str,
+    model: str,
+    name: str | None,
+    tokens: int,
+    passes: float | None,
+    prompts_file: Path | None,
+    seed: int,
+    threads: int | None,
+    restart: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Train a speculator for MODEL: heads that guess its next tokens, or a small draft model.
+
+    \b
+    medusa  heads on top of the model, each for one place ahead: cheap, and the quickest to train
+    eagle   one layer on top of the model that is run once for each place ahead: guesses best
+    draft   a small model that shares the target's vocabulary: needs nothing of the model while it runs
+
+    The model writes the training text itself. Text and checkpoint are kept below SPECRUN_HOME/training: after Ctrl-C or
+    a crash the same command goes on where it was. The default model takes about two hours on two cores.
+
+    Prints the name that --method and --draft take. The report, with the acceptance that was measured on held-out text,
+    is kept with the speculator.
+
+    \b
+    Examples:
+      specrun train medusa
+      specrun train eagle --model mine --tokens 3000000
+      specrun generate --model mine --method eagle+ngram "Hello"
+    """
+    from specrun.models_cache.errors import UsageError
+    from specrun.runtime.backend import default_threads
+
+    try:
+        import torch  # noqa: F401  (only to say early that it is missing)
+    except ImportError:
+        raise UsageError(TRAIN_HINT) from None
+    from specrun.export.training.text_writer import fitting_prompts
+    from specrun.export.training.train import train_speculator
+    from specrun.runtime.bench import load_prompts
+
+    bundle = ensure_model(model)
+    prompts = None
+    if prompts_file is not None:
+        prompts = fitting_prompts(bundle, [entry.prompt for entry in load_prompts(prompts_file)])
+    with progress_line() as progress:
+        trained = train_speculator(
+            bundle,
+            method,
+            name=name,
+            tokens=tokens,
+            passes=passes,
+            seed=seed,
+            threads=threads or default_threads(),
+            prompts=prompts,
+            restart=restart,
+            force=force,
+            progress=progress,
+        )
+    report = trained.speculator.report
+    facts = {
+        "name": trained.installed.name,
+        "method": method,
+        "model": bundle.manifest.name,
+        "path": str(trained.installed.path),
+        "weights": str(trained.folder),
+        "acceptance": trained.speculator.acceptance,
+        "report": report,
+    }
+    if as_json:
+        echo_json(facts)
+        return
+    held_out = report["held_out"]["mean_accepted_tokens"]
+    note(f"{held_out:.2f} tokens a round on held-out text, as a chain of {len(trained.speculator.acceptance)}")
+    note(
+        "chance that a guess is right by depth: " + ", ".join(f"{row[0]:.0%}" for row in trained.speculator.acceptance)
+    )
+    note(f"weights and report: {trained.folder}")
+    click.echo(trained.installed.name)
