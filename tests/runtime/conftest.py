@@ -48,8 +48,8 @@ class TinyModels:
         """A shared engine that has forgotten everything before."""
         key = (name, draft, *sorted(options.items()))
         if key not in self._engines:
-            self.bundle(name)
-            if draft is not None:
+            bundle = self.bundle(name)
+            if draft is not None and not (bundle.path / "speculators" / draft).is_dir():
                 self.bundle(draft)
             self._engines[key] = Engine.load(name, draft=draft, threads=1, **options)
         self._engines[key].reset()

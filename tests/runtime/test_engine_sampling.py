@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from specrun.models_cache.errors import UsageError
+from specrun.runtime.calibration import Calibration
 from specrun.runtime.options import SamplingOptions
 from specrun.runtime.sampling import TokenCounts, distribution
 
@@ -175,19 +176,26 @@ RULES = {
     "rejection, draft, top-p": {"sampling": "rejection", "method": "draft", "top_p": 0.7},
     "rejection, draft, penalty": {"sampling": "rejection", "method": "draft", "presence_penalty": 1.0},
     "rejection, ngram": {"sampling": "rejection", "method": "ngram"},
+    "rejection, eagle, top-p": {"sampling": "rejection", "method": "eagle", "top_p": 0.7},
+    "rejection, medusa tree": {"sampling": "rejection", "method": "medusa", "draft_length": None},
+    "rejection, eagle tree": {"sampling": "rejection", "method": "eagle", "draft_length": None},
+    "rejection, eagle+ngram": {"sampling": "rejection", "method": "eagle+ngram", "draft_length": None},
     "coupled, draft": {"sampling": "coupled", "method": "draft"},
     "coupled, ngram": {"sampling": "coupled", "method": "ngram"},
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_joint_distribution_of_three_tokens(models: TinyModels, rule: str) -> None:
-    """transformers#32867, #47932, mlx-swift-lm#459, dflash#74: joint of 3 tokens over seeds, k 4."""
-    engine = models.engine("toy", "toy-draft")
-    options: dict[str, Any] = {"temperature": 0.7, **RULES[rule]}
+def test_joint_distribution_of_three_tokens(models: TinyModels, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """transformers#32867, #47932, mlx-swift-lm#459, dflash#74: joint of 3 tokens over seeds, k 4, and token trees."""
+    options: dict[str, Any] = {"temperature": 0.7, "draft_length": 4, **RULES[rule]}
+    heads = options["method"].startswith(("medusa", "eagle"))
+    engine = models.engine("toy-heads") if heads else models.engine("toy", "toy-draft")
+    if options["draft_length"] is None:
+        monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 1.1}))
     texts, proposed, accepted = [], 0, 0
     for seed in range(RUNS):
-        result = engine.generate("abcabca", raw=True, max_tokens=3, draft_length=4, seed=seed, **options)
+        result = engine.generate("abcabca", raw=True, max_tokens=3, seed=seed, **options)
         texts.append(result.token_ids)
         proposed += result.speculation.evaluated
         accepted += result.speculation.accepted
