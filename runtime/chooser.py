@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from specrun.runtime.acceptance import OPEN, NodeStep, accept_tree, choose_child, sampled_children
 from specrun.runtime.options import GenerationOptions
+from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposal import EMPTY, Proposal
 from specrun.runtime.result import Source, Token
 from specrun.runtime.sampling import (
@@ -30,7 +31,8 @@ class Chooser:
     """Turns rows of logits into tokens. `options.sampling.seed` must be set unless it is greedy.
 
     tokens: real size of the vocabulary. sample_index: which of several samples of one request this is. margin: by how
-    much a choice must win, in logits, on a row that is not exact; None where such rows are never trusted.
+    much a choice must win, in logits, on a row that is not exact; None where such rows are never trusted. `noise` is
+    that of coupled sampling, for heads that look at the same positions.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Chooser:
         self._plain_greedy = self._sampling.greedy and not self._sampling.penalised
         self._counts = TokenCounts(prompt) if self._sampling.penalised else None
         self._counted = 0
+        self.noise = PositionNoise(self._seed, sample_index, tokens)
         drawn = self._sampling.mode == "rejection" and not self._sampling.greedy
         self._stream = RandomStream(self._seed, sample_index) if drawn else None
         simple = self._plain_greedy or not (drawn or self._sampling.filtered or self._sampling.penalised)
@@ -110,7 +113,8 @@ class Chooser:
         return self._coupled(Distribution(p.ids, weights), position) == choice
 
     def _coupled(self, p: Distribution, position: int) -> int:
-        return coupled_token(p, seed=self._seed, sample_index=self._sample_index, position=position)
+        noise = self.noise.of
+        return coupled_token(p, seed=self._seed, sample_index=self._sample_index, position=position, noise=noise)
 
     def _drawn(
         self, p: Distribution, proposal: Proposal, node: int, children: tuple[int, ...], stream: RandomStream

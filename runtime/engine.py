@@ -325,7 +325,7 @@ class Engine:
             return ngram
         other: Planning
         if base in HEAD_METHODS:
-            other = self._heads.proposer(base, request, cost, self._side_value(chooser))
+            other = self._heads.proposer(base, request, cost, self._side_value(chooser), chooser.noise)
         else:
             other = self._draft_proposer(chooser, fixed)
         return CombinedProposer(ngram, other) if second else other

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.runtime.options import SamplingOptions
+from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposal import ProposalKind
-from specrun.runtime.sampling import Distribution, coupled_noise
+from specrun.runtime.sampling import Distribution
 from specrun.runtime.speculator import PLAIN, Candidates, Choice
 
 _WORD: Final = 64
@@ -28,19 +29,26 @@ _UNIT: Final = 2.0**-53
 class HeadSampling:
     """One request's way of drawing. vocabulary: i64 [draft], the target's token of each row of the head, ascending.
 
-    tokens: ids from there on are padding and never drawn. `options.seed` must be set unless they are greedy.
+    tokens: ids from there on are padding and never drawn. noise: the target's. `options.seed` must be set unless they
+    are greedy.
     """
 
     def __init__(
-        self, options: SamplingOptions, vocabulary: NDArray[np.int64], *, tokens: int, sample_index: int = 0
+        self,
+        options: SamplingOptions,
+        vocabulary: NDArray[np.int64],
+        noise: PositionNoise,
+        *,
+        tokens: int,
+        sample_index: int = 0,
     ) -> None:
         self._vocabulary = vocabulary
         self._real = int(vocabulary.searchsorted(tokens))
         self._greedy = options.greedy
         self._temperature = 1.0 if options.greedy else options.temperature
-        self._seed, self._sample_index = options.seed or 0, sample_index
+        self._noise = noise
         drawn = options.mode == "rejection" and not options.greedy
-        key = self._seed | sample_index << _WORD
+        key = (options.seed or 0) | sample_index << _WORD
         self._stream = np.random.Philox(counter=_LANE_HEADS, key=key) if drawn else None
 
     @property
@@ -80,7 +88,8 @@ class HeadSampling:
     def _gumbel(self, position: int) -> NDArray[np.float64]:
         """-log(E) with E = -log(1 - u): the noise whose argmax `coupled_token` finds as argmin of E / p."""
         if self._stream is None:
-            raw = coupled_noise(self._vocabulary[: self._real], self._seed, self._sample_index, position)
+            self._noise.keep(position)
+            raw = self._noise.of(self._vocabulary[: self._real], position)
         else:
             raw = self._stream.random_raw(self._real) >> np.uint64(11)
         with np.errstate(divide="ignore"):  # u = 0 wins against everything

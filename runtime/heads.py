@@ -17,6 +17,7 @@ from specrun.runtime.backend import create_session
 from specrun.runtime.feature_rows import Columns, pick_columns
 from specrun.runtime.head_estimate import HeadEstimate
 from specrun.runtime.head_sampling import HeadSampling
+from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposers.eagle import EagleCosts, EagleProposer, slots_held
 from specrun.runtime.proposers.medusa import MedusaProposer
 from specrun.runtime.proposers.nodes import Outlook
@@ -108,14 +109,16 @@ class Heads:
         return len(prompt)
 
     def proposer(
-        self, method: str, request: Request, cost: Callable[[int], float], side_value: float
+        self, method: str, request: Request, cost: Callable[[int], float], side_value: float, noise: PositionNoise
     ) -> MedusaProposer | EagleProposer:
         """The proposer of a request; loads the head if this is the first one."""
         head = self._head(method)
         options = request.options
         greedy = options.sampling.greedy
         tokens = self._bundle.manifest.sizes.tokens
-        sampling = HeadSampling(options.sampling, head.vocabulary, tokens=tokens, sample_index=request.sample_index)
+        sampling = HeadSampling(
+            options.sampling, head.vocabulary, noise, tokens=tokens, sample_index=request.sample_index
+        )
         planner = TreePlanner(cost, fixed=options.draft_length, side_value=side_value)
         shared = (head.columns, sampling, planner, head.estimates[greedy], head.outlooks[greedy])
         if isinstance(head.session, MedusaSession):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ __all__ = [
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Noise = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.uint64]]
 
 _WORD: Final = 64
 _LANE_STREAM: Final = 1 << (3 * _WORD)
@@ -315,7 +316,7 @@ def coupled_noise(ids: npt.NDArray[np.int64], seed: int, sample_index: int, posi
 
 
 def coupled_token(
-    distribution: Distribution, *, seed: int, sample_index: int, position: int, vocabulary: int | None = None
+    distribution: Distribution, *, seed: int, sample_index: int, position: int, noise: Noise | None = None
 ) -> int:
     """Draw a token with noise keyed on (seed, sample index, absolute position, token id).
 
@@ -323,26 +324,24 @@ def coupled_token(
     the key only, never on the support: target and draft that look at the same position share the noise, and the token
     of a position is the same whatever was proposed.
 
-    position      of the token to draw, counted from the start of the prompt
-    vocabulary    when given, ids of the support must be below it (ValueError); the noise does not depend on it
+    position  of the token to draw, counted from the start of the prompt
+    noise     (ids, position) -> what `coupled_noise` gives, where some of it was drawn before
     """
     ids, probs = distribution.ids, distribution.probs
-    if vocabulary is not None and int(ids[-1]) >= vocabulary:
-        raise ValueError(f"token {int(ids[-1])} is outside a vocabulary of {vocabulary}")
     if ids.size == 1:
         return int(ids[0])
     winner, least = int(ids[0]), math.inf
     with np.errstate(over="ignore"):  # noise over a vanishing probability: infinite, and never the least
         for start in range(0, ids.size, _CHUNK):
             part, p = ids[start : start + _CHUNK], probs[start : start + _CHUNK]
-            noise = coupled_noise(part, seed, sample_index, position)
+            u = coupled_noise(part, seed, sample_index, position) if noise is None else noise(part, position)
             # E >= u, so only ids with u / p up to some E / p can win: the logarithm is taken of these few.
-            scaled = noise / p
+            scaled = u / p
             near = int(scaled.argmin())
-            bound = min(least, -np.log1p(noise[near] * -_UNIT) / p[near])
+            bound = min(least, -np.log1p(u[near] * -_UNIT) / p[near])
             few = np.flatnonzero(scaled <= bound / _UNIT * (1.0 + 1e-9))
             if few.size:
-                exact = -np.log1p(noise[few] * -_UNIT) / p[few]
+                exact = -np.log1p(u[few] * -_UNIT) / p[few]
                 best = int(exact.argmin())
                 if exact[best] < least:
                     winner, least = int(part[few[best]]), float(exact[best])

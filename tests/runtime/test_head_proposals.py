@@ -14,11 +14,12 @@ from specrun.runtime.calibration import Calibration
 from specrun.runtime.feature_rows import FeatureRows, pick_columns
 from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.options import SamplingOptions
+from specrun.runtime.position_noise import KEPT, PositionNoise
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.proposers.combined import CombinedProposer
 from specrun.runtime.proposers.eagle import EagleProposer
 from specrun.runtime.proposers.medusa import MedusaProposer
-from specrun.runtime.sampling import Distribution, coupled_token
+from specrun.runtime.sampling import Distribution, coupled_noise, coupled_token
 from specrun.runtime.speculator import Candidates, EagleSession, MedusaSession
 from specrun.runtime.tree_planner import Planned
 
@@ -128,7 +129,11 @@ def test_medusa_reads_the_newest_feature(models: TinyModels, monkeypatch: pytest
 
 
 def toy_sampling(**options: Any) -> HeadSampling:
-    return HeadSampling(SamplingOptions(**options), np.array(sorted(TOY_IDS[:7])), tokens=276)
+    return head_sampling(SamplingOptions(**options), np.array(sorted(TOY_IDS[:7])), 276)
+
+
+def head_sampling(options: SamplingOptions, ids: np.ndarray, tokens: int) -> HeadSampling:
+    return HeadSampling(options, ids, PositionNoise(options.seed or 0, 0, tokens), tokens=tokens)
 
 
 def toy_session(models: TinyModels) -> MedusaSession:
@@ -194,7 +199,7 @@ def test_drawn_candidates_are_draws_without_replacement(models: TinyModels) -> N
 
 def test_padding_ids_are_never_drawn(models: TinyModels) -> None:
     ids = np.array(sorted(TOY_IDS[:7]))
-    sampling = HeadSampling(SamplingOptions(temperature=1.0, seed=1, mode="rejection"), ids, tokens=int(ids[4]))
+    sampling = head_sampling(SamplingOptions(temperature=1.0, seed=1, mode="rejection"), ids, int(ids[4]))
     session = toy_session(models)
     for _ in range(50):
         candidates = session.run(toy_feature(TOY_IDS[2]), sampling.choice(0, 0))
@@ -229,6 +234,17 @@ def test_a_tree_of_draws_carries_its_distributions(models: TinyModels, monkeypat
         first = [proposal.parents for proposal in proposals[:1]]
         assert all(proposal.q is not None for proposal in trees)
         assert first[0] is not None
+
+
+def test_kept_noise_is_the_noise() -> None:
+    noise = PositionNoise(5, 6, 30_000)
+    ids = np.array([0, 3, 4, 77, 29_999])
+    for position in (9, 3, 9, *range(100, 100 + KEPT)):
+        expected = coupled_noise(ids, 5, 6, position)
+        np.testing.assert_array_equal(noise.of(ids, position), expected)
+        noise.keep(position)
+        np.testing.assert_array_equal(noise.of(ids, position), expected)
+    assert len(noise._rows) == KEPT
 
 
 # Parts
@@ -357,7 +373,7 @@ def test_ngrams_learn_from_rounds_of_the_other() -> None:
 
 
 def test_sureness_without_noise_is_the_log_probability() -> None:
-    sampling = HeadSampling(SamplingOptions(), np.arange(4), tokens=4)
+    sampling = head_sampling(SamplingOptions(), np.arange(4), 4)
     candidates = Candidates([[1, 2]], [[-0.1, -2.0]], None)
     assert sampling.sureness(candidates, sampling.choice(3)) == [[-0.1, -2.0]]
     assert isinstance(sampling.distribution(np.zeros(4, np.float32)), Distribution)

@@ -269,7 +269,7 @@ def test_coupled_token_equals_the_plain_rule():
         logits = (rng.standard_normal(40_000) * rng.choice([0.01, 2.0, 5.0])).astype(np.float32)
         options = SamplingOptions(temperature=1.0, top_k=int(rng.choice([0, 2, 20, 2000])))
         made = distribution(logits, None, options, tokens=40_000)
-        got = coupled_token(made, seed=2**64 - 1 - case, sample_index=case % 3, position=case * 1000, vocabulary=40_000)
+        got = coupled_token(made, seed=2**64 - 1 - case, sample_index=case % 3, position=case * 1000)
         assert got == plain_coupled(made, 2**64 - 1 - case, case % 3, case * 1000)
 
 
@@ -302,11 +302,6 @@ def test_coupled_tokens_are_the_same_on_every_platform():
     assert got == GOLDEN_TOKENS
     stream = RandomStream(42, 1)
     assert [stream.uniform() for _ in range(3)] == GOLDEN_UNIFORMS
-
-
-def test_a_token_outside_the_vocabulary():
-    with pytest.raises(ValueError, match="outside a vocabulary of 8"):
-        coupled_token(Distribution.from_dense(np.ones(9)), seed=0, sample_index=0, position=0, vocabulary=8)
 
 
 def texts(seed, count=1, length=12, temperature=2.0):
