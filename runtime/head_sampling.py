@@ -10,13 +10,14 @@ A head's graph takes the best of logits / T + noise. What the noise is decides w
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specrun.runtime.options import SamplingOptions
-from specrun.runtime.position_noise import PositionNoise
+from specrun.runtime.position_noise import KEPT, PositionNoise
 from specrun.runtime.proposal import ProposalKind
 from specrun.runtime.sampling import Distribution
 from specrun.runtime.speculator import PLAIN, Candidates, Choice
@@ -47,6 +48,7 @@ class HeadSampling:
         self._greedy = options.greedy
         self._temperature = 1.0 if options.greedy else options.temperature
         self._noise = noise
+        self._rows: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
         drawn = options.mode == "rejection" and not options.greedy
         key = (options.seed or 0) | sample_index << _WORD
         self._stream = np.random.Philox(counter=_LANE_HEADS, key=key) if drawn else None
@@ -85,15 +87,21 @@ class HeadSampling:
         sure: list[list[float]] = (scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))).tolist()
         return sure
 
-    def _gumbel(self, position: int) -> NDArray[np.float64]:
+    def _gumbel(self, position: int) -> NDArray[np.float32]:
         """-log(E) with E = -log(1 - u): the noise whose argmax `coupled_token` finds as argmin of E / p."""
-        if self._stream is None:
-            self._noise.keep(position)
-            raw = self._noise.of(self._vocabulary[: self._real], position)
-        else:
-            raw = self._stream.random_raw(self._real) >> np.uint64(11)
-        with np.errstate(divide="ignore"):  # u = 0 wins against everything
-            row: NDArray[np.float64] = -np.log(-np.log1p(raw * -_UNIT))
+        row = self._rows.get(position)
+        if row is None:
+            if self._stream is None:
+                self._noise.keep(position)
+                raw = self._noise.of(self._vocabulary[: self._real], position)
+            else:
+                raw = self._stream.random_raw(self._real) >> np.uint64(11)
+            with np.errstate(divide="ignore"):  # u = 0 wins against everything
+                row = (-np.log(-np.log1p(raw * -_UNIT))).astype(np.float32)
+            if self._stream is None:  # most are needed again in the next round
+                self._rows[position] = row
+                if len(self._rows) > KEPT:
+                    self._rows.popitem(last=False)
         return row
 
     def distribution(self, logits: NDArray[np.float32]) -> Distribution:
