@@ -116,7 +116,7 @@ class _Reader:
                 self._matrix(f"{name}.weight", [f"{place}.weight"])
                 self._vector(f"{name}.bias", f"{place}.bias")
             if own:
-                self.tensors |= quantized(f"heads.{head}.head", self._rows(self._take(f"{head}.{blocks}.weight")))
+                self._store(f"heads.{head}.head", self._rows(self._take(f"{head}.{blocks}.weight")))
         # Heads that the configuration leaves out are not missed.
         beyond = [name for name in self._left if (match := _HEAD.match(name)) and int(match[1]) >= heads]
         for name in beyond:
@@ -207,13 +207,13 @@ class _Reader:
             else:
                 head = head[order]
             if not _equal(head, self._ends.head, ids):
-                self.tensors |= quantized("head", head)
+                self._store("head", head)
         if ids is not None:
             self.tensors["vocabulary"] = ids.astype(np.int32)
         if "embed_tokens.weight" in self._left:
             embedding = self._rows(self._take("embed_tokens.weight"))
             if not _equal(embedding, self._ends.embedding, None):
-                self.tensors |= quantized("embedding", embedding)
+                self._store("embedding", embedding)
 
     def _rows(self, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
         """A matrix over the vocabulary with the target's number of rows: paddings of the two may differ."""
@@ -233,7 +233,13 @@ class _Reader:
         parts = [self._take(place) for place in places]
         if any(part.ndim != 2 or part.shape[1] != parts[0].shape[1] for part in parts):
             raise IntegrityError(f"{places[0]} and its neighbours do not have the shapes of one projection.")
-        self.tensors |= quantized(name, np.concatenate(parts))
+        self._store(name, np.concatenate(parts))
+
+    def _store(self, name: str, matrix: NDArray[np.float32]) -> None:
+        try:
+            self.tensors |= quantized(name, matrix)
+        except ValueError as error:
+            raise IntegrityError(f"{name} cannot be stored ({error}); fetch the heads again.") from None
 
     def _vector(self, name: str, place: str) -> None:
         self.tensors[name] = self._take(place)

@@ -26,7 +26,6 @@ from specrun.models_cache import (
     IntegrityError,
     ModelNotFoundError,
     SourceError,
-    SpecrunError,
     UnsupportedModelError,
     UsageError,
     find_bundle,
@@ -191,7 +190,8 @@ def changed(model: nn.Module, folder: Path, config: dict[str, Any], **tensors: t
         ({}, {"d2t": -torch.arange(90)}, IntegrityError, "different tokens below 300"),
         ({}, {"d2t": torch.zeros(80, dtype=torch.int64)}, IntegrityError, "90 rows and d2t 80"),
         ({}, {"d2t": torch.zeros(90)}, UnsupportedModelError, "stored as F32"),
-        ({}, {"midlayer__mlp__down_proj__weight": torch.full((64, 96), torch.nan)}, SpecrunError, "not finite"),
+        ({}, {"midlayer__mlp__down_proj__weight": torch.full((64, 96), torch.nan)}, IntegrityError, "not finite"),
+        ({}, {"midlayer__mlp__down_proj__weight": torch.full((64, 96), 1e9)}, IntegrityError, "too large"),
     ],
 )
 def test_heads_that_do_not_fit(
