@@ -70,6 +70,7 @@ class Heads:
         self._threads = threads if bundle.manifest.sizes.hidden > ONE_THREAD_UP_TO else 1
         self._device = device
         self._chosen = chosen
+        self._found: dict[str, InstalledSpeculator] = {}
         self._loaded: dict[str, _Head] = {}
 
     @property
@@ -81,7 +82,12 @@ class Heads:
         """The speculator that serves a method, None if there is none."""
         if self._chosen is not None and self._chosen.manifest.method == method:
             return self._chosen
-        return next((found for found in self._bundle.speculators() if found.manifest.method == method), None)
+        if method not in self._found:
+            there = [found for found in self._bundle.speculators() if found.manifest.method == method]
+            if not there:
+                return None  # one may be made while the engine is in use
+            self._found[method] = there[0]
+        return self._found[method]
 
     def require(self, method: str) -> InstalledSpeculator:
         """The speculator that serves a method, or an error that says how to get one."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from specrun.models_cache.errors import UsageError
+from specrun.models_cache.errors import BackendError, UsageError
 from specrun.runtime import Engine
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.proposers.eagle import EagleProposer
 from specrun.runtime.proposers.medusa import MedusaProposer
+from specrun.runtime.verify import verify
 
 from .checks import check_counters, make_speculation_pay, read, same_output, text_of
 from .conftest import TinyModels
@@ -172,3 +173,75 @@ def test_a_bundle_without_features(models: TinyModels, monkeypatch: pytest.Monke
     old = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, features=None))
     with Engine(old, threads=1) as engine, pytest.raises(UnsupportedModelError, match="export it again"):
         engine.stream("a", method="medusa")
+
+
+def test_verify_covers_heads(models: TinyModels) -> None:
+    found = list(verify(models.engine("heads-int8"), PROMPTS[:2], draft_lengths=(3,), max_tokens=16))
+    assert all(case.equal for case in found)
+    assert {(case.method, case.draft_length) for case in found} == {
+        (method, draft_length) for method in ("ngram", *METHODS) for draft_length in (3, None)
+    }
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle+ngram", "draft"])
+def test_a_chat_with_heads(models: TinyModels, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Turns reuse the cache of those before, also where another method wrote some of them."""
+    engine = models.engine("heads")
+    make_speculation_pay(engine, monkeypatch)
+    texts: dict[str, list[str]] = {}
+    for one, two in (("none", "none"), (method, method), ("none", method), (method, "none")):
+        engine.reset()
+        chat = engine.chat()
+        said = []
+        for turn, used in enumerate((one, two, one, two)):
+            for _ in (answer := chat.send(f"the ring {turn}", method=used, max_tokens=12, ignore_eos=True)):
+                continue
+            said.append(answer.result.text)
+        texts[f"{one} {two}"] = said
+    assert len({tuple(said) for said in texts.values()}) == 1
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "medusa+ngram", "eagle+ngram", "draft+ngram"])
+def test_streams_that_end_early(models: TinyModels, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Closed, cancelled or failed in the head: the next request is as if nothing had been."""
+    engine = models.engine("heads")
+    make_speculation_pay(engine, monkeypatch)
+    options = {"max_tokens": 40, **RAW}
+    plain = engine.generate(PROMPT, method="none", **options)
+    for pieces in (1, 3, 9):
+        stream = engine.stream(PROMPT, method=method, **options)
+        for _ in range(pieces):
+            next(stream)
+        stream.close()
+        same_output(engine.generate(PROMPT, method=method, **options), plain)
+    if method.startswith("draft"):
+        return
+    session = engine._heads._head(method.partition("+")[0]).session
+    run, calls = session._run, iter(range(1000))
+
+    def failing(frame: Any, choice: Any) -> Any:
+        if next(calls) == 1:
+            raise BackendError("a failure")
+        return run(frame, choice)
+
+    engine.reset()  # else n-grams know it all
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "_run", failing)
+        with pytest.raises(BackendError, match="a failure"):
+            engine.generate(PROMPT, method=method, **options)
+    same_output(engine.generate(PROMPT, method=method, **options), plain)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "draft"])
+@pytest.mark.parametrize("context", [64, None])
+def test_to_the_end_of_the_context(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch, method: str, context: int | None
+) -> None:
+    models.bundle("heads")
+    with Engine.load("heads", threads=1, context=context) as engine:
+        make_speculation_pay(engine, monkeypatch)
+        prompt = text_of(engine.context - 30)
+        plain = engine.generate(prompt, method="none", **RAW)
+        assert plain.finish_reason == "length"
+        for draft_length in (1, 3, 16, None):
+            same_output(engine.generate(prompt, method=method, draft_length=draft_length, **RAW), plain)
