@@ -76,8 +76,8 @@ def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -
           past_key, past_value     f32 [1, kv_heads, capacity, head_dim], bound to the same buffers as the outputs
     out   hidden                   f32 [n + m, hidden]
           present_key, present_value
-    Besides the common inputs and outputs, with rows = r. In the layout "eagle1" the one tap is the last residual
-    stream, to which the graph applies the target's final norm.
+    Besides the common inputs and outputs, with rows = r; the same for every layout. In "eagle1" the one tap is the last
+    residual stream, to which the graph applies the target's final norm.
     """
     b = GraphBuilder(file)
     hidden, draft = parts.speculator.target.hidden, parts.speculator.draft_vocabulary

@@ -269,8 +269,8 @@ def _check(speculator: Speculator, shapes: dict[str, tuple[str, tuple[int, ...]]
     if bad := [name for name, digest in target.source_files.items() if _SHA256.fullmatch(digest) is None]:
         raise StrictJsonError(f"target.source_files.{bad[0]} is no sha256 in lower-case hex")
     table = speculator.acceptance
-    if len(table) > MAX_DEPTH or any(len(row) > MAX_RANKS for row in table):
-        raise StrictJsonError(f"acceptance is larger than {MAX_DEPTH} x {MAX_RANKS}")
+    if not 1 <= len(table) <= MAX_DEPTH or not all(1 <= len(row) <= MAX_RANKS for row in table):
+        raise StrictJsonError(f"acceptance must have 1 to {MAX_DEPTH} depths of 1 to {MAX_RANKS} ranks")
     if not all(0 <= chance <= 1 for row in table for chance in row):
         raise StrictJsonError("acceptance holds a number outside 0 .. 1")
     left = dict(shapes)

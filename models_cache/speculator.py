@@ -79,8 +79,8 @@ class SpeculatorManifest:
 
     layout: "medusa", "draft", or one of EAGLE's: "joined", "eagle3", "eagle1". taps: the target's residual
     streams that its `features` holds, in this order. acceptance[depth][rank]: the chance that the candidate of that
-    rank is the target's token, the path so far being right. shipped: it came with specrun, so a newer one may take its place.
-    files: name inside its folder -> size and digest.
+    rank is the target's token, the path so far being right. shipped: it came with specrun, so a newer one may take its
+    place. files: name inside its folder -> size and digest.
     """
 
     name: str
@@ -147,6 +147,8 @@ def _check(manifest: SpeculatorManifest) -> None:
         raise ManifestError(f"{wrong}taps must be ascending layers, and none for a draft; export the speculator again")
     for tap in manifest.taps:
         check_range("taps", tap, 0, MAX_SIZE)
+    if not all(manifest.acceptance) or not manifest.acceptance:
+        raise ManifestError(f"{wrong}acceptance is empty; export the speculator again")
     if not all(0 <= chance <= 1 for row in manifest.acceptance for chance in row):
         raise ManifestError(f"{wrong}acceptance holds a number outside 0 .. 1; export the speculator again")
 

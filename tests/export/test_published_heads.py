@@ -31,6 +31,7 @@ from specrun.models_cache import (
     find_bundle,
     find_speculator,
 )
+from specrun.runtime import Engine
 
 from ..conftest import write_tiny_source
 from .graph_runner import open_session
@@ -289,3 +290,16 @@ def test_a_hub_repository_with_pickles_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(heads_source, "fetch_source", fetch)
     with pytest.raises(SourceError, match=r"hf download org/heads --local-dir HEADS.*weights_only=True"):
         find_heads("org/heads")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "medusa"])
+def test_they_draft_and_the_text_stays(kind: str, bundle: Bundle, tmp_path: Path) -> None:
+    models = {"eagle3": Eagle3, "eagle1": Eagle1, "medusa": medusa}
+    config = MEDUSA_CONFIG if kind == "medusa" else EAGLE_CONFIG
+    made = find_heads(str(save_heads(models[kind](), tmp_path / "heads", config))).attach(bundle)
+    with Engine(bundle, draft=made) as engine:
+        plain = engine.generate("Hello", max_tokens=16, method="none")
+        result = engine.generate("Hello", max_tokens=16, draft_length=2)
+    assert result.method == made.manifest.method
+    assert result.speculation.proposed > 0
+    assert result.token_ids == plain.token_ids

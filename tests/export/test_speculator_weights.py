@@ -118,7 +118,9 @@ def _set(*path: Any, value: Any) -> Edit:
         (_set("config", "layout", value="eagle9"), "must be one of joined, eagle3, eagle1"),
         (_set("config", "rope_scaling", value={"kind": "yarn", "factor": 2}), "must be linear or llama3"),
         (_set("acceptance", value=[[1.5]]), "outside 0 .. 1"),
-        (_set("acceptance", value=[[0.1]] * 65), "larger than 64 x 64"),
+        (_set("acceptance", value=[[0.1]] * 65), "must have 1 to 64 depths of 1 to 64 ranks"),
+        (_set("acceptance", value=[]), "must have 1 to 64 depths of 1 to 64 ranks"),
+        (_set("acceptance", value=[[0.5], []]), "must have 1 to 64 depths of 1 to 64 ranks"),
         (_set("config", "heads", value=8), "qkv.codes is I8 [128, 128] and must be I8 [192, 128]"),
     ],
 )

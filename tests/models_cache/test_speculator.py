@@ -191,6 +191,8 @@ Edit = Callable[[dict[str, Any]], None]
         (lambda d: d.update(taps=[1, 0]), "taps must be ascending"),
         (lambda d: d.update(taps=[]), "taps must be ascending"),
         (lambda d: d.update(acceptance=[[2]]), "outside 0 .. 1"),
+        (lambda d: d.update(acceptance=[]), "acceptance is empty"),
+        (lambda d: d.update(acceptance=[[0.5], []]), "acceptance is empty"),
     ],
 )
 def test_manifests_that_cannot_be(bundle: Bundle, edit: Edit, message: str) -> None:
