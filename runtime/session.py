@@ -6,6 +6,7 @@ bound is bound once per width, so a run only rewrites a few small arrays in plac
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,7 @@ class ModelSession:
         )
         self._frames: OrderedDict[tuple[int, int, int], _Frame] = OrderedDict()
         self._bias = np.zeros(0, np.float32)
+        self._outputs: dict[str, NDArray[np.float32]] = {}
         self._last: tuple[_Frame, int] | None = None
         self._planted: NDArray[np.float32] | None = None  # the part of the bias that is not 0: a tree of the last run
         self.onnx_seconds = 0.0
@@ -90,7 +92,7 @@ class ModelSession:
     def features(self) -> NDArray[np.float32]:
         """Features f32 [n, taps x hidden] of the n tokens that row 0 took in the last run; [n, 0] without that output.
 
-        A view that the next run at this width overwrites.
+        A view that the next run overwrites.
         """
         if self._last is None:
             return np.empty((0, self._feature_width), np.float32)
@@ -128,6 +130,7 @@ class ModelSession:
     def close(self) -> None:
         """Free the session and its buffers."""
         self._frames.clear()
+        self._outputs.clear()
         self._last = self._planted = None
         self.cache.close()
         self._onnx_session = None
@@ -149,7 +152,7 @@ class ModelSession:
         of the nodes, so only the main branch has the bits of a chain; `keep_path` makes one of any path.
 
         Where a chunk of the prefill or more comes before those, it runs by itself. The result is a view that the next
-        run at this width overwrites.
+        run overwrites.
         """
         while len(tokens) - rows >= PREFILL_CHUNK:
             self.run_batch([tokens[:PREFILL_CHUNK]], rows=1)
@@ -225,10 +228,19 @@ class ModelSession:
         if self._bias.size < wanted:
             self._bias = np.zeros(wanted, np.float32)
         bias = self._bias[:wanted].reshape(1, 1, positions + pad, capacity)
-        widths = (self._qkv_width, self.sizes.vocabulary, self._feature_width)
-        frame = _Frame(self.cache.batch, positions, pad, rows, bias, widths)
+        batch = self.cache.batch
+        logits = self._shared("logits", batch, rows, self.sizes.vocabulary)
+        features = self._shared("features", batch, positions, self._feature_width)
+        frame = _Frame(pad, self._qkv_width, bias, logits, features)
         frame.bind(self._onnx_session, self.cache.values, self._output_names)
         return frame
+
+    def _shared(self, name: str, *shape: int) -> NDArray[np.float32]:
+        """A beginning of the buffer that all frames write this output to: only that of the last run is of use."""
+        size = math.prod(shape)
+        if name not in self._outputs or self._outputs[name].size < size:
+            self._outputs[name] = np.empty(2 * size, np.float32)  # frames bound before keep theirs, so it seldom grows
+        return self._outputs[name][:size].reshape(shape)
 
 
 class _Frame:
@@ -236,23 +248,20 @@ class _Frame:
 
     def __init__(
         self,
-        batch: int,
-        positions: int,
         pad: int,
-        rows: int,
+        qkv_width: int,
         bias: NDArray[np.float32],
-        widths: tuple[int, int, int],
+        logits: NDArray[np.float32],
+        features: NDArray[np.float32],
     ) -> None:
-        qkv_width, vocabulary, feature_width = widths
+        (batch, positions, _), rows = features.shape, logits.shape[1]
         self.positions, self.pad = positions, pad
         self.input_ids = np.zeros((batch, positions), np.int64)
         self.query_lengths = np.zeros(batch, np.int32)
         self.totals = np.zeros(batch, np.int32)
         self.position_ids = np.zeros((batch, positions + pad), np.int64)
         self.logit_rows = np.zeros((batch, rows), np.int64)
-        self.logits = np.empty((batch, rows, vocabulary), np.float32)
-        self.features = np.empty((batch, positions, feature_width), np.float32)
-        self._bias = bias
+        self.logits, self.features, self._bias = logits, features, bias
         self._steps = np.arange(positions + pad, dtype=np.int64)
         self._rows = np.arange(rows, dtype=np.int64)
         self._inputs: dict[str, NDArray[Any]] = {
