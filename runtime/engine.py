@@ -328,7 +328,7 @@ class Engine:
             other = self._heads.proposer(base, request, cost, self._side_value(chooser), chooser.noise)
         else:
             other = self._draft_proposer(chooser, fixed)
-        return CombinedProposer(ngram, other) if second else other
+        return CombinedProposer(ngram, other, self._heads.lift(base), fixed=fixed is not None) if second else other
 
     def _draft_proposer(self, chooser: Chooser, fixed: int | None) -> draft_method.DraftProposer:
         if self._draft is None:

@@ -18,7 +18,8 @@ _BOUNDS: Final = tuple(map(math.log, (0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.
 # The chance of a cell's candidates before anything was seen: near the middle of the cell, as a trained head is sure
 # about as often as it is right on texts like those it was trained on; a little below it, as others are less alike.
 _CHANCES: Final = (0.012, 0.05, 0.10, 0.18, 0.30, 0.44, 0.58, 0.71, 0.82, 0.91, 0.96)
-_UNKNOWN: Final = 0.01  # of ranks that were not measured
+_UNLISTED: Final = 0.02  # at most, of a token that is not among the head's candidates
+_WEIGHT: Final = 0.7  # of the head's opinion about a copied token: the two are not independent
 
 Cell = tuple[int, int]
 
@@ -36,6 +37,7 @@ class HeadEstimate:
         self._by_sureness: AcceptanceEstimate[Cell] = AcceptanceEstimate(
             {(depth, cell): chance for depth in range(self.depths) for cell, chance in enumerate(_CHANCES)}
         )
+        self._pooled: AcceptanceEstimate[int] = AcceptanceEstimate(dict(enumerate(_CHANCES)))
         self.seen = 0  # candidates judged so far
 
     def chance(self, depth: int, sureness: float) -> float:
@@ -56,6 +58,20 @@ class HeadEstimate:
             table.append([self._by_rank.chance((known, rank)) for rank in range(count)])
         return table
 
+    def pool(self, copied: float, head: float | None) -> tuple[float, int]:
+        """(chance, its cell) of a token that n-grams give the chance `copied` and the head `head`, None if unlisted.
+
+        Their odds are multiplied, the head's with less weight; how often such tokens stood then corrects that.
+        """
+        chance = _UNLISTED if head is None else head
+        logit = _logit(copied) + _WEIGHT * _logit(chance)
+        cell = bisect_right(_BOUNDS, -math.log1p(math.exp(-logit)))
+        return self._pooled.chance(cell), cell
+
+    def learn_pooled(self, cell: int, stood: bool) -> None:
+        """A token with a pooled chance stood, or did not."""
+        self._pooled.observe(cell, stood)
+
     def learn(self, depth: int, rank: int, sureness: float, stood: bool) -> None:
         """A child of a node at `depth` that was reached stood, or did not."""
         depth = min(depth, self.depths - 1)
@@ -63,3 +79,8 @@ class HeadEstimate:
             self._by_rank.observe((depth, rank), stood)
         self._by_sureness.observe((depth, bisect_right(_BOUNDS, sureness)), stood)
         self.seen += 1
+
+
+def _logit(chance: float) -> float:
+    chance = min(max(chance, 0.001), 0.999)
+    return math.log(chance / (1.0 - chance))

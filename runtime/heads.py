@@ -18,6 +18,7 @@ from specrun.runtime.feature_rows import Columns, pick_columns
 from specrun.runtime.head_estimate import HeadEstimate
 from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.position_noise import PositionNoise
+from specrun.runtime.proposers.combined import Lift
 from specrun.runtime.proposers.eagle import EagleCosts, EagleProposer, slots_held
 from specrun.runtime.proposers.medusa import MedusaProposer
 from specrun.runtime.proposers.nodes import Outlook
@@ -71,6 +72,7 @@ class Heads:
         self._device = device
         self._chosen = chosen
         self._found: dict[str, InstalledSpeculator] = {}
+        self._lifts: dict[str, Lift] = {}
         self._loaded: dict[str, _Head] = {}
 
     @property
@@ -132,6 +134,10 @@ class Heads:
         positions = head.speculator.manifest.sizes.positions
         return EagleProposer(head.session, *shared, costs=head.costs, positions=positions, known=head.tokens)
 
+    def lift(self, method: str) -> Lift:
+        """What asking this method beside n-grams brought so far."""
+        return self._lifts.setdefault(method, Lift())
+
     def reserve(self, method: str, length: int) -> None:
         """Make room for a text of so many tokens."""
         session = self._head(method).session
@@ -146,6 +152,7 @@ class Heads:
 
     def forget(self) -> None:
         """Forget every earlier request."""
+        self._lifts.clear()
         for head in self._loaded.values():
             head.forget()
 

@@ -43,8 +43,8 @@ class Planning(Proposer, Protocol):
         """Whether to pass it over this round, as it did not pay of late."""
         ...
 
-    def plan(self, context: Sequence[int], limit: int) -> Planned:
-        """As `propose`, with what it is worth."""
+    def plan(self, context: Sequence[int], limit: int, copied: Sequence[tuple[int, float]] = ()) -> Planned:
+        """As `propose`, with what it is worth. copied: tokens and chances of a chain to choose from as well."""
         ...
 
 

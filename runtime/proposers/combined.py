@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,25 +13,55 @@ from specrun.runtime.proposal import EMPTY, Proposal
 from specrun.runtime.proposers.ngram import NgramProposer
 from specrun.runtime.tree_planner import Planned, Planning
 
+_SURE: Final = (0.3, 0.5, 0.7, 0.85, 0.93)  # bounds of the chance of the first copied token
+_FIRST_LIFT: Final = 1.1
+_MEMORY: Final = 0.93  # weight of what was seen of a lift, at each round
+_DOUBT: Final = 0.002  # by which a lift is thought higher with each round that passes without a look
+
+
+class Lift:
+    """By how much asking a head raises the expected tokens a second, by how sure n-grams are of their next token."""
+
+    def __init__(self) -> None:
+        self._lifts = [_FIRST_LIFT] * (len(_SURE) + 1)
+
+    def worth_asking(self, chance: float) -> bool:
+        """Whether the head's opinion is worth its time; what is not asked for long is asked again."""
+        place = _place(chance)
+        self._lifts[place] += _DOUBT
+        return self._lifts[place] > 1.0
+
+    def note(self, chance: float, lift: float) -> None:
+        """The head was asked: rate with it / rate without."""
+        place = _place(chance)
+        self._lifts[place] = _MEMORY * self._lifts[place] + (1.0 - _MEMORY) * lift
+
+
+def _place(chance: float) -> int:
+    return bisect_right(_SURE, chance)
+
 
 class CombinedProposer:
     """Each round takes the proposal with the most expected tokens a second; both proposers stay in step.
 
-    What n-grams promise costs nothing to know. The other proposer drafts unless what it brought of late leaves it
-    little chance to beat that.
+    What n-grams promise costs nothing to know. A head is asked where that raised the expectation of late; it then
+    chooses from its own candidates and the copied tokens together. One that must be chosen blindly, or has a fixed K,
+    gets its turn where it brought more of late than n-grams promise now.
     """
 
-    def __init__(self, ngram: NgramProposer, other: Planning) -> None:
+    def __init__(self, ngram: NgramProposer, other: Planning, lift: Lift, *, fixed: bool = False) -> None:
         self.name = f"{other.name}+{ngram.name}"
         self.needs_features = other.needs_features
         self._ngram = ngram
         self._other = other
-        self._last: NgramProposer | Planning | None = None
+        self._lift = lift
+        self._apart = fixed or other.chosen_blindly
         self._length: int | None = None  # of the context of the last round, if it turned out to be true
+        self._used: NgramProposer | Planning | None = None
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Begin a request with both."""
-        self._last, self._length = None, None
+        self._length, self._used = None, None
         self._ngram.start(prompt_tokens)
         self._other.start(prompt_tokens)
 
@@ -38,36 +70,45 @@ class CombinedProposer:
         self._other.take_features(position, features)
 
     def propose(self, context: Sequence[int], limit: int) -> Proposal:
-        """The better of the two proposals."""
+        """The better of the two proposals, or one of both."""
         if self._length is not None:
             self._ngram.learn_from(context[self._length :])
         self._length = len(context)
         copied = self._ngram.plan(context, limit)
-        drafted = self._draft(context, limit, copied)
-        self._last = None
-        if drafted is not None and drafted.expected * (copied.seconds + drafted.spent) > (
-            copied.expected * drafted.seconds
-        ):
-            copied = drafted
-            self._last = self._other
-        elif len(copied.proposal):
-            self._last = self._ngram
-        return copied.proposal if len(copied.proposal) else EMPTY
+        planned = self._choose(context, limit, copied) if self._apart else self._ask(context, limit, copied)
+        self._used = self._ngram if planned is copied else self._other
+        return planned.proposal if len(planned.proposal) else EMPTY
 
-    def _draft(self, context: Sequence[int], limit: int, copied: Planned) -> Planned | None:
-        """What the other proposer drafts, None if it does not get the chance."""
+    def _ask(self, context: Sequence[int], limit: int, copied: Planned) -> Planned:
+        """Let the head choose, if that is worth its time."""
+        match = self._ngram.match
+        chance = match[0][1] if match else 0.0
+        if not self._lift.worth_asking(chance) or (not match and self._other.waits()):
+            return copied
+        planned = self._other.plan(context, limit, match)
+        self._lift.note(chance, planned.rate / copied.rate)
+        return planned
+
+    def _choose(self, context: Sequence[int], limit: int, copied: Planned) -> Planned:
+        """One or the other, by what the other brought of late."""
         other = self._other
-        if not len(copied.proposal) and other.waits():
-            return None
-        rate, spread = other.outlook(context, limit)
-        hope = rate if other.chosen_blindly else rate + spread
-        if hope <= copied.rate and len(copied.proposal):
-            return None
-        return other.plan(context, limit)
+        if len(copied.proposal):
+            rate, spread = other.outlook(context, limit)
+            hope = rate if other.chosen_blindly else rate + spread
+            if hope <= copied.rate:
+                return copied
+        elif other.waits():
+            return copied
+        drafted = other.plan(context, limit)
+        if other.chosen_blindly:
+            return drafted
+        # The time of drafting is spent either way.
+        better = drafted.expected * (copied.seconds + drafted.spent) > copied.expected * drafted.seconds
+        return drafted if better else copied
 
     def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
-        """Tell the one that proposed; n-grams learn from the text that follows."""
-        if self._last is self._other:
+        """Tell the other one if it proposed; n-grams learn from the text that follows."""
+        if self._used is self._other:
             self._other.observe(evaluated=evaluated, accepted=accepted, path=path)
 
     def rewind_to(self, length: int) -> None:

@@ -75,7 +75,7 @@ class DraftProposer:
         """(tokens a second, 0): what `plan` will say."""
         return self._length(context, limit).rate, 0.0
 
-    def plan(self, context: Sequence[int], limit: int) -> Planned:
+    def plan(self, context: Sequence[int], limit: int, copied: Sequence[tuple[int, float]] = ()) -> Planned:
         """As `propose`, with what it is worth."""
         session = self._session
         plan = self._length(context, limit)

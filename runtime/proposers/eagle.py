@@ -83,11 +83,13 @@ class EagleProposer:
         self._known = known
         self._prompt: list[int] = []
         self._drafted = Drafted()
+        self._nodes = Nodes()
         self._shape: tuple[int, int, TreeShape] | None = None  # its depth limit, candidates seen by then
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Keep the slots that this prompt shares."""
         self._prompt = list(prompt_tokens)
+        self._drafted = Drafted()
         self._session.rewind_to(slots_held(self._session, self._known, prompt_tokens))
         self._features.clear(self._session.length)
 
@@ -117,8 +119,9 @@ class EagleProposer:
         """(tokens a second of late, spread)."""
         return self._outlook.expect(self._best_shape(max(limit, 1)).rate)
 
-    def plan(self, context: Sequence[int], limit: int) -> Planned:
+    def plan(self, context: Sequence[int], limit: int, copied: Sequence[tuple[int, float]] = ()) -> Planned:
         """Write the new slots and draft."""
+        self._drafted.learn(self._estimate, context)
         slots = len(context) - 1
         limit = min(limit, self._room(slots))
         if limit <= 0 or slots <= 0 or self._features.end < slots:
@@ -136,9 +139,10 @@ class EagleProposer:
             if self._sampling.drawn or self._planner.fixed is not None:
                 planned = self._fill(first, self._best_shape(limit), len(context))
             else:
-                planned = self._grow(first, limit, len(context))
+                planned = self._grow(first, limit, len(context), copied[:limit])
         finally:
             self._session.rewind_to(slots)
+        self._drafted.remember(self._nodes, len(context))
         self._outlook.note(planned, self._planner)
         return planned
 
@@ -161,10 +165,11 @@ class EagleProposer:
         self._session.append(self._features.rows(start, end), tokens[start + 1 : end + 1], PLAIN)
         self._features.forget_before(end - KEPT_ROWS)
 
-    def _grow(self, first: _Level, limit: int, position: int) -> Planned:
+    def _grow(self, first: _Level, limit: int, position: int, copied: Sequence[tuple[int, float]]) -> Planned:
         """Draft level by level as long as it pays, then choose among all candidates."""
         planner, session = self._planner, self._session
-        nodes = Nodes()
+        self._nodes = nodes = Nodes()
+        nodes.copy_chain(copied)
         places: dict[int, int] = {-1: -1}  # of the nodes that were drafted on, as the session counts them
         spent = self._costs.append
         level = self._add(nodes, [-1], first)
@@ -181,24 +186,17 @@ class EagleProposer:
             spent += self._costs.level(len(growing))
             level = self._add(nodes, growing, self._level(candidates, choice))
             selection = planner.select(nodes.parents, nodes.chances, spent)
-        self._drafted.remember(nodes, selection.nodes, selection.parents)
         proposal = nodes.proposal("deterministic", selection.nodes, selection.parents)
         return Planned(proposal, selection.expected, selection.seconds, spent)
 
     def _add(self, nodes: Nodes, parents: Sequence[int], level: _Level) -> list[int]:
-        """Add the candidates of each parent that may be worth something; the new nodes, the most likely first."""
-        least, estimate = self._planner.least_reward, self._estimate
-        added = []
+        """Add the candidates below each parent that may be worth something; all there, the most likely first."""
+        below: list[int] = []
         for row, parent in enumerate(parents):
-            above = 1.0 if parent < 0 else nodes.values[parent]
-            depth = 0 if parent < 0 else nodes.depths[parent]
-            for rank, (token, sure) in enumerate(zip(level.tokens[row], level.sureness[row], strict=True)):
-                chance = estimate.chance(depth, sure)
-                if above * chance < least:
-                    break
-                added.append(nodes.add(token, parent, rank, sure, chance))
-        added.sort(key=lambda node: -nodes.values[node])
-        return added
+            least = self._planner.least_reward
+            below += nodes.merge(parent, level.tokens[row], level.sureness[row], self._estimate, least)
+        below.sort(key=lambda node: -nodes.values[node])
+        return below
 
     def _worth_growing(self, nodes: Nodes, level: Sequence[int], depth: int, rate: float, chosen: int) -> list[int]:
         """The nodes of a level to draft on from, none if that costs more than it brings at `rate` tokens a second."""
@@ -207,7 +205,8 @@ class EagleProposer:
         gain, best, count = 0.0, 0.0, 0
         for number, node in enumerate(level[:MAX_BRANCHES], 1):
             reward = nodes.values[node] * (1.0 if number == 1 else self._planner.side_value)
-            gain += reward * likely - price
+            known = sum(nodes.chances[child] for child in nodes.children(node))
+            gain += reward * max(0.0, likely - known) - price
             net = gain - rate * self._costs.level(number)
             if net > best:
                 best, count = net, number
@@ -226,7 +225,7 @@ class EagleProposer:
 
     def _fill(self, first: _Level, shape: TreeShape, position: int) -> Planned:
         """Draft a shape level by level."""
-        nodes = Nodes()
+        self._nodes = nodes = Nodes()
         depths, inner = shape.depths, set(shape.parents)
         rows: dict[int, tuple[_Level, int]] = {-1: (first, 0)}  # of a node of the shape: its children's candidates
         places: dict[int, int] = {-1: -1}  # as the session counts
@@ -251,16 +250,15 @@ class EagleProposer:
                 for row, (node, place) in enumerate(zip(growing, taken, strict=True)):
                     places[node], rows[node] = place, (level, row)
         chosen = [numbers[node] for node in range(len(shape))]
-        self._drafted.remember(nodes, chosen, shape.parents)
         proposal = nodes.proposal(self._sampling.kind, chosen, shape.parents)
         return Planned(proposal, shape.expected, shape.seconds, shape.seconds - self._planner.costs[len(shape)])
 
     def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
-        """Learn how the last proposal fared."""
-        self._drafted.learn(self._estimate, evaluated, path)
+        """Heads learn from the text that follows."""
 
     def rewind_to(self, length: int) -> None:
         """Keep the slots whose tokens are among the first `length`."""
+        self._drafted.rewind_to(length)
         if length - 1 < self._session.length:
             self._session.rewind_to(max(0, length - 1))
 

@@ -53,11 +53,13 @@ class MedusaProposer:
         self._feature: NDArray[np.float32] | None = None
         self._position = -1  # of the token whose feature is held
         self._drafted = Drafted()
+        self._nodes = Nodes()
         self._shape: tuple[int, int, TreeShape] | None = None  # its depth limit, candidates seen by then
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Begin a request."""
         self._feature, self._position = None, -1
+        self._drafted = Drafted()
 
     def take_features(self, position: int, features: NDArray[np.float32]) -> None:
         """Keep the last row."""
@@ -82,8 +84,9 @@ class MedusaProposer:
         """(tokens a second of late, spread)."""
         return self._outlook.expect(self._best_shape(min(max(limit, 1), self._session.heads)).rate)
 
-    def plan(self, context: Sequence[int], limit: int) -> Planned:
+    def plan(self, context: Sequence[int], limit: int, copied: Sequence[tuple[int, float]] = ()) -> Planned:
         """Run the heads and choose."""
+        self._drafted.learn(self._estimate, context)
         depth = min(limit, self._session.heads)
         if depth <= 0 or self._feature is None or self._position != len(context) - 2:
             return Planned(EMPTY, 1.0, self._planner.costs[0])
@@ -94,28 +97,29 @@ class MedusaProposer:
         if self._sampling.drawn or self._planner.fixed is not None:
             planned = self._fill(candidates, sureness, self._best_shape(depth))
         else:
-            planned = self._select(candidates.tokens, sureness, depth)
+            planned = self._select(candidates.tokens, sureness, depth, copied[:limit])
+        self._drafted.remember(self._nodes, len(context))
         self._outlook.note(planned, self._planner)
         return planned
 
-    def _select(self, tokens: list[list[int]], sureness: list[list[float]], depth: int) -> Planned:
+    def _select(
+        self,
+        tokens: list[list[int]],
+        sureness: list[list[float]],
+        depth: int,
+        copied: Sequence[tuple[int, float]],
+    ) -> Planned:
         """The nodes that are worth it by the heads' own sureness."""
-        nodes = Nodes()
-        estimate, least = self._estimate, self._planner.least_reward
+        self._nodes = nodes = Nodes()
+        nodes.copy_chain(copied)
         level = [-1]
         for place in range(depth):
-            chances = [estimate.chance(place, sure) for sure in sureness[place]]
-            next_level: list[int] = []
+            below: list[int] = []
             for parent in level:
-                above = 1.0 if parent < 0 else nodes.values[parent]
-                for rank, chance in enumerate(chances):
-                    if above * chance < least:
-                        break
-                    next_level.append(nodes.add(tokens[place][rank], parent, rank, sureness[place][rank], chance))
-            next_level.sort(key=lambda node: -nodes.values[node])
-            level = next_level[:WIDEST_LEVEL]
+                below += nodes.merge(parent, tokens[place], sureness[place], self._estimate, self._planner.least_reward)
+            below.sort(key=lambda node: -nodes.values[node])
+            level = below[:WIDEST_LEVEL]
         selection = self._planner.select(nodes.parents, nodes.chances, self._run_cost)
-        self._drafted.remember(nodes, selection.nodes, selection.parents)
         proposal = nodes.proposal("deterministic", selection.nodes, selection.parents)
         return Planned(proposal, selection.expected, selection.seconds, self._run_cost)
 
@@ -140,16 +144,16 @@ class MedusaProposer:
             q = [self._sampling.distribution(candidates.logits[row]) for row in range(deepest)]
             nodes.q = [q[depth - 1] for depth in shape.depths]
         chosen = range(len(nodes))
-        self._drafted.remember(nodes, chosen, shape.parents)
+        self._nodes = nodes
         proposal = nodes.proposal(self._sampling.kind, chosen, shape.parents)
         return Planned(proposal, shape.expected, shape.seconds, self._run_cost)
 
     def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
-        """Learn how the last proposal fared."""
-        self._drafted.learn(self._estimate, evaluated, path)
+        """Heads learn from the text that follows."""
 
     def rewind_to(self, length: int) -> None:
         """The features that come next take the place of what is held."""
+        self._drafted.rewind_to(length)
 
     def close(self) -> None:
         """The session belongs to the engine."""

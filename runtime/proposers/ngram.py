@@ -43,6 +43,7 @@ class NgramProposer:
         self._estimate = estimate
         self._cells: list[Cell] = []  # of the match that was planned with last
         self._tokens: tuple[int, ...] = ()
+        self._chances: list[float] = []
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Begin a request."""
@@ -62,10 +63,16 @@ class NgramProposer:
         match = self._table.lookup(limit)
         self._cells = _cells(match) if match is not None else []
         self._tokens = match.tokens if match is not None else ()
-        plan = self._planner.plan(map(self._estimate.chance, self._cells), len(self._tokens))
+        self._chances = [self._estimate.chance(cell) for cell in self._cells]
+        plan = self._planner.plan(self._chances, len(self._tokens))
         if not plan.count and self._cells:
             self._estimate.fade(self._cells[0])
         return Planned(Proposal(self._tokens[: plan.count], "deterministic"), plan.expected, plan.seconds)
+
+    @property
+    def match(self) -> list[tuple[int, float]]:
+        """The tokens of the match that was planned with last, proposed or not, and their chances."""
+        return list(zip(self._tokens, self._chances, strict=True))
 
     def learn_from(self, tokens: Sequence[int]) -> None:
         """Learn from what followed the context of the last plan, whether or not it was proposed."""

@@ -16,7 +16,6 @@ from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.options import SamplingOptions
 from specrun.runtime.position_noise import KEPT, PositionNoise
 from specrun.runtime.proposal import Proposal
-from specrun.runtime.proposers.combined import CombinedProposer
 from specrun.runtime.proposers.eagle import EagleProposer
 from specrun.runtime.proposers.medusa import MedusaProposer
 from specrun.runtime.sampling import Distribution, coupled_noise, coupled_token
@@ -55,26 +54,32 @@ class Fresh:
                 self.rows[position + index] = row.copy()
             take(proposer, position, features)
 
-        def watched_plan(proposer: EagleProposer, context: Sequence[int], limit: int) -> Planned:
-            planned = plan(proposer, context, limit)
+        def watched_plan(proposer: EagleProposer, context: Sequence[int], limit: int, copied: Any = ()) -> Planned:
+            planned = plan(proposer, context, limit, copied)
             if limit > 0:
-                self.check(context, planned.proposal)
+                self.check(context, planned.proposal, [token for token, _ in copied])
             return planned
 
         monkeypatch.setattr(EagleProposer, "take_features", watched_take)
         monkeypatch.setattr(EagleProposer, "plan", watched_plan)
 
-    def check(self, context: Sequence[int], proposal: Proposal) -> None:
-        """Every node is among the best candidates that a fresh head has there, each path by itself, as a chain."""
+    def check(self, context: Sequence[int], proposal: Proposal, copied: list[int]) -> None:
+        """Every node is among the best candidates that a fresh head has there, each path by itself, as a chain.
+
+        Unless it is a copied one.
+        """
         rows = np.stack([self.rows[position] for position in range(len(context) - 1)])
         parents = proposal.parents or tuple(range(-1, len(proposal) - 1))
         paths: dict[int, tuple[int, ...]] = {-1: ()}
         for node, parent in enumerate(parents):
             paths[node] = (*paths[parent], proposal.tokens[node])
         for node in range(-1, len(proposal)):
-            children = [proposal.tokens[child] for child in range(len(proposal)) if parents[child] == node]
+            tokens = [proposal.tokens[child] for child in range(len(proposal)) if parents[child] == node]
+            children = [token for token in tokens if (*paths[node], token) != tuple(copied[: len(paths[node]) + 1])]
             if children:
-                best = self.best(context, rows, paths[node])
+                best = [
+                    token for token in self.best(context, rows, paths[node]) if token not in tokens or token in children
+                ]
                 assert sorted(children) == sorted(best[: len(children)])  # the best branch, not child, comes first
                 self.compared += 1
         self.trees += proposal.parents is not None
@@ -114,9 +119,9 @@ def test_medusa_reads_the_newest_feature(models: TinyModels, monkeypatch: pytest
     seen: list[tuple[int, int]] = []
     plan = MedusaProposer.plan
 
-    def watched(proposer: MedusaProposer, context: Sequence[int], limit: int) -> Planned:
+    def watched(proposer: MedusaProposer, context: Sequence[int], limit: int, copied: Any = ()) -> Planned:
         seen.append((proposer._position, len(context) - 2))
-        return plan(proposer, context, limit)
+        return plan(proposer, context, limit, copied)
 
     monkeypatch.setattr(MedusaProposer, "plan", watched)
     for draft_length in (1, 3, None):
@@ -285,91 +290,6 @@ def test_feature_rows_keep_the_newest_of_each_position() -> None:
         rows.take(rows.end + 1, np.zeros((1, 4), np.float32))
     with pytest.raises(ValueError, match="not those held"):
         rows.rows(0, 1)
-
-
-class Scripted:
-    """A proposer that says what it is told."""
-
-    name, needs_features = "scripted", False
-
-    def __init__(self, rate: float, spread: float = 0.0, *, blind: bool = False, waiting: bool = False) -> None:
-        self.rate, self.spread, self.chosen_blindly, self.waiting = rate, spread, blind, waiting
-        self.plans = self.observed = 0
-
-    def start(self, prompt_tokens: Sequence[int]) -> None: ...
-
-    def take_features(self, position: int, features: np.ndarray) -> None: ...
-
-    def waits(self) -> bool:
-        return self.waiting
-
-    def outlook(self, context: Sequence[int], limit: int) -> tuple[float, float]:
-        return self.rate, self.spread
-
-    def propose(self, context: Sequence[int], limit: int) -> Proposal:
-        return self.plan(context, limit).proposal
-
-    def plan(self, context: Sequence[int], limit: int) -> Planned:
-        self.plans += 1
-        return Planned(Proposal((9,), "deterministic"), self.rate + self.spread, 1.0)
-
-    def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
-        self.observed += 1
-
-    def rewind_to(self, length: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def combined(other: Scripted) -> CombinedProposer:
-    from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
-    from specrun.runtime.ngram_table import NgramTable
-    from specrun.runtime.proposers.ngram import PRIORS, NgramProposer
-
-    planner = DraftLengthPlanner(lambda width: 1.0 + 0.1 * width)
-    proposer = CombinedProposer(NgramProposer(NgramTable(), planner, AcceptanceEstimate(PRIORS)), other)
-    proposer.start([])
-    return proposer
-
-
-def test_the_better_proposal_is_taken_and_its_maker_told() -> None:
-    repeating, new = [1, 2, 3, 4, 5, 1, 2, 3], [1, 2, 3]
-    for rate, tokens in ((0.1, (4, 5)), (9.0, (9,))):
-        other = Scripted(rate)
-        proposer = combined(other)
-        assert proposer.name == "scripted+ngram"
-        assert proposer.propose(repeating, 8).tokens[:2] == tokens
-        proposer.observe(evaluated=1, accepted=1, path=(0,))
-        assert other.observed == (rate > 1)
-        assert other.plans == (rate > 1)  # what cannot win is not drafted
-    assert combined(Scripted(1.5)).propose(new, 8).tokens == (9,)
-    waiting = Scripted(1.5, waiting=True)
-    assert combined(waiting).propose(new, 8).tokens == ()
-    assert waiting.plans == 0
-
-
-def test_a_small_chance_to_win_is_tried_unless_it_would_bend_q() -> None:
-    repeating = [1, 2, 3, 4, 5, 1, 2, 3]
-    hopeful, blind = Scripted(0.5, spread=5.0), Scripted(0.5, spread=5.0, blind=True)
-    assert combined(hopeful).propose(repeating, 8).tokens == (9,)
-    assert combined(blind).propose(repeating, 8).tokens[:2] == (4, 5)
-    assert (hopeful.plans, blind.plans) == (1, 0)
-
-
-def test_ngrams_learn_from_rounds_of_the_other() -> None:
-    other = Scripted(99.0)
-    proposer = combined(other)
-    text = [1, 2, 3, 4, 5, 1, 2, 3]
-    chance = proposer._ngram._estimate.chance
-    proposer.propose(text, 8)
-    cell = proposer._ngram._cells[0]
-    before = chance(cell)
-    proposer.propose([*text, 4], 8)
-    assert chance(cell) > before
-    proposer.rewind_to(len(text))  # what came was not true after all
-    raised = chance(cell)
-    proposer.propose([*text, 9], 8)
-    assert chance(cell) == raised
 
 
 def test_sureness_without_noise_is_the_log_probability() -> None:
