@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from specrun.export.training.text_store import Shard
 
@@ -43,6 +43,12 @@ class Batch:
             return self
         return Batch(*(getattr(self, item.name).to(device) for item in fields(self)))
 
+    def ahead(self, places: int) -> Tensor:
+        """i64 [rows, length]: the token `places` positions further; 0 beyond the row."""
+        length = self.positions.shape[1]
+        moved = self.tokens[:, places : places + length]
+        return nn.functional.pad(moved, (0, length - moved.shape[1]))
+
     def scored(self, ahead: int) -> Tensor:
         """bool [rows, length]: the token `ahead` positions further is in the same dialogue's answer, and in the row."""
         length = self.positions.shape[1]
@@ -74,6 +80,10 @@ class Batches:
     def __len__(self) -> int:
         """Batches of one pass."""
         return sum(len(shard.tokens) for shard in self._shards) // self._size
+
+    def answers(self) -> int:
+        """Tokens of the target's answers in one pass."""
+        return sum(int(shard.answer.sum()) for shard in self._shards)
 
     def batch(self, step: int) -> Batch:
         """The batch of one step; steps beyond the first pass go on with the next."""

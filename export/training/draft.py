@@ -73,8 +73,8 @@ class DraftModel(nn.Module):
             for parameter, array in pairs:
                 parameter.copy_(torch.from_numpy(array))
 
-    def losses(self, batch: Batch, depth: int) -> tuple[Tensor, Scores]:
-        """The loss, and how often a chain of `depth` tokens was right at each of them."""
+    def losses(self, batch: Batch, depth: int = 0, scores: Scores | None = None) -> Tensor:
+        """The loss; `scores` counts how often a chain of `depth` tokens was right at each of them."""
         rotary = Rotary(self.parts.head_dim, self.parts.rope_theta, batch.positions)
         mask = batch.mask()
         x = self.parts.embedding[batch.tokens[:, :-1]].float()
@@ -85,14 +85,10 @@ class DraftModel(nn.Module):
         with torch.no_grad():
             residual = batch.features[:, :-1, -self.parts.hidden :]
             target = torch.softmax(self.parts.logits(residual[wanted]).float(), -1)
-        return soft_cross_entropy(logits, target).mean(), _chain_scores(wanted, logits, target, depth)
-
-
-def _chain_scores(wanted: Tensor, logits: Tensor, target: Tensor, depth: int) -> Scores:
-    """A chain that starts at a place runs over the `depth` places from there on."""
-    scores = Scores(depth)
-    right: Tensor | None = None
-    for step in range(depth):
-        here = None if right is None else nn.functional.pad(right[:, :-1], (1, 0))
-        right = scores.add(step, wanted, logits, target, here)
-    return scores
+        if scores is not None:
+            written = self.parts.rows(batch.ahead(1)[wanted])
+            right: Tensor | None = None
+            for step in range(depth):  # a chain runs over the places behind the one where it starts
+                right = None if right is None else nn.functional.pad(right[:, :-1], (1, 0))
+                right = scores.add(step, wanted, logits, target, written, right)
+        return soft_cross_entropy(logits, target)

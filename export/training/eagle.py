@@ -67,8 +67,8 @@ class EagleModel(nn.Module):
         combined: Tensor = self.fc(torch.cat([norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)], -1))
         return combined
 
-    def losses(self, batch: Batch, steps: int) -> tuple[Tensor, Scores]:
-        """The loss over `steps` steps, and how often each was right.
+    def losses(self, batch: Batch, steps: int, scores: Scores | None = None) -> Tensor:
+        """The loss over `steps` steps; `scores` counts how often each was right.
 
         Step 0 uses the target's features; each later one the layer's own output of the step before, at the slot before.
         """
@@ -81,8 +81,7 @@ class EagleModel(nn.Module):
         wanted = batch.scored(2)  # slot i gives token i + 2
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        total = torch.zeros(())
-        scores = Scores(steps)
+        total = x.new_zeros((), dtype=torch.float32)
         right: Tensor | None = None
         for step in range(steps):
             if step:
@@ -96,12 +95,13 @@ class EagleModel(nn.Module):
             logits = nn.functional.linear(self.final_norm(x[wanted]), self.parts.head)
             with torch.no_grad():
                 target = torch.softmax(self.parts.logits(last[wanted]).float(), -1)
-            total = total + STEP_WEIGHT**step * soft_cross_entropy(logits, target).mean()
-            # The path of slot i ran over the slot before, at the step before.
-            right = scores.add(
-                step, wanted, logits, target, None if right is None else _later(right[..., None], 1)[..., 0]
-            )
-        return total, scores
+            total = total + STEP_WEIGHT**step * soft_cross_entropy(logits, target)
+            if scores is not None:
+                # The path of slot i ran over the slot before, at the step before.
+                before = None if right is None else _later(right[..., None], 1)[..., 0]
+                written = self.parts.rows(batch.ahead(2)[wanted])
+                right = scores.add(step, wanted, logits, target, written, before)
+        return total
 
     def _layer(
         self, x: Tensor, embedded: Tensor, rotary: Rotary, mask: Tensor, keys: list[Tensor], values: list[Tensor]
@@ -121,7 +121,7 @@ def _chain_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], ma
     steps = len(keys) - 1
     length = query.shape[2]
     scale = query.shape[-1] ** -0.5
-    seen = mask & torch.ones(length, length, dtype=torch.bool).tril(-steps)
+    seen = mask & torch.ones_like(mask[:1]).tril(-steps)
     first = (query @ keys[0].transpose(-1, -2) * scale).float().masked_fill(~seen, float("-inf"))
     scores = [first]
     moved: list[Tensor] = []

@@ -26,7 +26,7 @@ class Rotary:
 
     def __init__(self, head_dim: int, theta: float, positions: Tensor) -> None:
         """positions: i64 [batch, length]."""
-        steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
         angles = positions[:, None, :, None].float() * theta**-steps
         self._cos, self._sin = angles.cos(), angles.sin()  # [batch, 1, length, head_dim / 2]
 
@@ -82,18 +82,21 @@ class Mlp(nn.Module):
 
 
 def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """-sum(target * log_softmax(logits)) of each row, f32 [rows]; both [rows, vocabulary], target distributions."""
+    """-sum(target * log_softmax(logits)), the mean over the rows; 0 where there are none.
+
+    Both are [rows, vocabulary]; the rows of `target` are distributions.
+    """
     losses: Tensor = _SoftCrossEntropy.apply(logits, target)  # type: ignore[no-untyped-call]
-    return losses
+    return losses.sum() / max(len(losses), 1)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Keeps softmax(logits) - target, which is the gradient, in the memory of the logits."""
+    """The losses of the rows, f32 [rows]; keeps softmax(logits) - target, which is the gradient."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, logits: Tensor, target: Tensor) -> Tensor:
         """See `soft_cross_entropy`."""
-        wide = logits.float()
+        wide = logits.to(torch.float32, copy=True)  # the logits themselves stay as they are
         norm = wide.logsumexp(-1, keepdim=True)
         loss = norm[:, 0] - (wide * target).sum(-1)
         wide.sub_(norm).exp_().sub_(target)

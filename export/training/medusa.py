@@ -35,12 +35,11 @@ class MedusaModel(nn.Module):
             for part in ("weight", "bias")
         }
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Scores]:
-        """The loss, and how often each head was right."""
+    def losses(self, batch: Batch, scores: Scores | None = None) -> Tensor:
+        """The loss; `scores` counts how often each head was right."""
         residual = batch.features[..., -self.parts.hidden :]
         normed = self.parts.normed(residual[:, :-1])
-        total = torch.zeros(())
-        scores = Scores(len(self.heads))
+        total = normed.new_zeros(())
         right: Tensor | None = None
         for index, blocks in enumerate(self.heads):
             wanted = batch.scored(index + 2)
@@ -52,6 +51,9 @@ class MedusaModel(nn.Module):
             logits = nn.functional.linear(z.to(self.parts.head.dtype), self.parts.head)
             with torch.no_grad():
                 target = torch.softmax(self.parts.logits(ahead[wanted]).float(), -1)
-            total = total + STEP_WEIGHT**index * soft_cross_entropy(logits, target).mean()
-            right = scores.add(index, wanted, logits, target, None if right is None else right[:, : ahead.shape[1]])
-        return total, scores
+            total = total + STEP_WEIGHT**index * soft_cross_entropy(logits, target)
+            if scores is not None:
+                written = self.parts.rows(batch.ahead(index + 2)[:, : ahead.shape[1]][wanted])
+                before = None if right is None else right[:, : ahead.shape[1]]
+                right = scores.add(index, wanted, logits, target, written, before)
+        return total

@@ -6,7 +6,7 @@ begins with) is fed the same way, so there is no prefill, and every run delivers
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +48,8 @@ class SelfWriter:
     """Writes dialogues over `session`, as many at a time as it has rows.
 
     start: number of the first dialogue; each has random numbers of its own, keyed on `seed` and its number.
-    prompts: whole prompts (token ids, the chat template included) to answer instead of self-written ones, in order,
-    again and again.
+    prompts: whole prompts (token ids, the chat template included), each to be answered once, instead of self-written
+    ones.
     """
 
     def __init__(
@@ -72,30 +72,61 @@ class SelfWriter:
         self._ends = np.array(sorted(form.ends), np.int64)
 
     def dialogues(self) -> Iterator[Dialogue]:
-        """Dialogues as they are finished, without end."""
+        """Dialogues as they are finished, without end, or until every prompt is answered."""
+        for row in self._written(self._begin):
+            yield row.finished()
+
+    def features_of(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, NDArray[np.float16]]]:
+        """(its index, its features) of each text (token ids) as they are finished."""
+        indices = iter(range(len(texts)))
+        places: dict[int, int] = {}  # the index of a row's text
+
+        def begin() -> _Row | None:
+            index = next(indices, None)
+            if index is None:
+                return None
+            row = self._row(lambda row: _forced(row, texts[index]), len(texts[index]))
+            places[id(row)] = index
+            return row
+
+        for row in self._written(begin):
+            yield places.pop(id(row)), row.finished().features
+
+    def _written(self, begin: Callable[[], _Row | None]) -> Iterator[_Row]:
+        """The rows that `begin` gives as they are finished, until it gives none and no row is left."""
         session = self._session
         session.reserve(self._limit + 2)
-        rows = [self._begin() for _ in range(session.cache.batch)]
-        fed = [next(row.writing) for row in rows]
-        while True:
-            logits = session.run_batch([[token] for token in fed], rows=1)[:, 0, : session.sizes.tokens]
+        rows = [begin() for _ in range(session.cache.batch)]
+        fed = [[] if row is None else [next(row.writing)] for row in rows]
+        while any(fed):
+            logits = session.run_batch(fed, rows=1)[:, 0, : session.sizes.tokens]
             features = np.clip(session.batch_features[:, 0], -_HALF_MAX, _HALF_MAX).astype(np.float16)
             for index, row in enumerate(rows):
+                if row is None:
+                    continue
                 row.features.append(features[index])
                 try:
-                    fed[index] = row.writing.send(logits[index])
+                    fed[index] = [row.writing.send(logits[index])]
                 except StopIteration:
-                    yield row.finished()
-                    rows[index] = row = self._begin()
+                    yield row
+                    rows[index] = row = begin()
                     session.cache.rewind_to(0, index)
-                    fed[index] = next(row.writing)
+                    fed[index] = [] if row is None else [next(row.writing)]
 
-    def _begin(self) -> _Row:
+    def _begin(self) -> _Row | None:
+        if self._prompts is None:
+            return self._row(self._converse)
+        if self._number >= len(self._prompts):
+            return None
+        prompt = self._prompts[self._number]
+        return self._row(lambda row: self._answer_to(row, prompt))
+
+    def _row(self, write: Callable[[_Row], Writing], room: int | None = None) -> _Row:
+        """A new row. room: the most tokens that it may have, by default those of the context."""
         random = np.random.default_rng([*self._seed, self._number])
-        prompt = None if self._prompts is None else self._prompts[self._number % len(self._prompts)]
         self._number += 1
-        row = _Row(random, self._limit)
-        row.writing = self._answer_to(row, prompt) if prompt is not None else self._converse(row)
+        row = _Row(random, self._session.sizes.context - 1 if room is None else room)
+        row.writing = _until_full(write(row))
         return row
 
     def _answer_to(self, row: _Row, prompt: Sequence[int]) -> Writing:
@@ -109,8 +140,9 @@ class SelfWriter:
         seeds: Sequence[Seed] = kinds[row.random.choice(len(kinds), p=np.array(shares) / sum(shares))]
         while self._form.asking:
             for part in seeds[int(row.random.integers(len(seeds)))].parts:
-                if part.text:
-                    logits = yield from row.feed(self._tokenizer.encode(part.text.rstrip(" "), add_bos=False))
+                given = self._tokenizer.encode(part.text.rstrip(" "), add_bos=False) if part.text else []
+                if given:
+                    logits = yield from row.feed(given)
                 _, logits = yield from self._write(row, logits, part.least, part.most, 1.0, answer=False)
             logits = yield from row.feed(self._form.asking)
             end, logits = yield from self._write(row, logits, 1, MAX_ANSWER, self._answer_temperature(row), answer=True)
@@ -118,7 +150,8 @@ class SelfWriter:
             if end is None or self._form.turning is None or not goes_on:
                 return
             logits = yield from row.feed([end], answer=True)
-            logits = yield from row.feed(self._form.turning)
+            if self._form.turning:
+                logits = yield from row.feed(self._form.turning)
             seeds = FOLLOW_UP
         yield from self._write(row, logits, 1, self._limit, self._answer_temperature(row), answer=True)
 
@@ -155,23 +188,29 @@ class SelfWriter:
         return int(random.choice(ids, p=weights / weights.sum()))
 
 
+class _Full(Exception):  # noqa: N818  (it ends a dialogue and is no error)
+    """A dialogue has no room for what comes next."""
+
+
 class _Row:
     """A dialogue being written."""
 
     writing: Writing
 
-    def __init__(self, random: np.random.Generator, limit: int) -> None:
+    def __init__(self, random: np.random.Generator, room: int) -> None:
         self.random = random
         self.tokens: list[int] = []
         self.features: list[NDArray[np.float16]] = []
         self._answer: list[bool] = []
-        self._limit = limit
+        self._room = room
 
     def feed(
         self, tokens: Sequence[int], *, answer: bool = False
     ) -> Generator[int, NDArray[np.float32], NDArray[np.float32]]:
-        """Run tokens one by one; the logits after the last."""
+        """Run tokens, at least one, one by one; the logits after the last. Raises _Full where no more fits."""
         for token in tokens:
+            if len(self.tokens) >= self._room:
+                raise _Full
             self.tokens.append(token)
             self._answer.append(answer)
             logits = yield token
@@ -180,3 +219,14 @@ class _Row:
     def finished(self) -> Dialogue:
         """What was written."""
         return Dialogue(np.array(self.tokens, np.int32), np.array(self._answer), np.stack(self.features))
+
+
+def _until_full(writing: Writing) -> Writing:
+    try:
+        yield from writing
+    except _Full:
+        return
+
+
+def _forced(row: _Row, tokens: Sequence[int]) -> Writing:
+    yield from row.feed(tokens)

@@ -12,8 +12,9 @@ from torch import Tensor
 class TargetParts:
     """Frozen tensors of the target, and its sizes.
 
-    embedding [vocabulary, hidden], head [draft vocabulary, hidden] in bfloat16; final_norm f32 [hidden];
-    vocabulary i64 [draft vocabulary]: the target's token of each row of the head
+    embedding [vocabulary, hidden], head [draft vocabulary, hidden], both of the type that training computes in;
+    final_norm f32 [hidden];
+    vocabulary i64 [draft vocabulary]: the target's token of each row of the head, ascending
     """
 
     embedding: Tensor
@@ -31,6 +32,11 @@ class TargetParts:
     def hidden(self) -> int:
         """Width of the residual stream."""
         return int(self.final_norm.shape[0])
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The rows of the head that stand for the target's tokens, i64 like `tokens`; -1 for those without one."""
+        places = torch.searchsorted(self.vocabulary, tokens.contiguous()).clamp(max=len(self.vocabulary) - 1)
+        return torch.where(self.vocabulary[places] == tokens, places, -1)
 
     def normed(self, residual: Tensor) -> Tensor:
         """The target's final norm of a residual stream [..., hidden], f32."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from specrun.export.speculator_config import (
     MedusaConfig,
     SpeculatorConfig,
     SpeculatorTarget,
+    check_config,
 )
 from specrun.export.speculator_weights import (
     BLOCK,
@@ -36,12 +37,15 @@ from specrun.export.training.report import draw_report
 from specrun.export.training.scores import Scores
 from specrun.export.training.target_parts import TargetParts
 from specrun.export.training.text_store import TextStore
-from specrun.export.training.text_writer import write_text
-from specrun.export.training.trainer import Losses, Trainer, TrainingOptions
-from specrun.models_cache.errors import UnsupportedModelError, UsageError
-from specrun.models_cache.layout import Bundle, cache_root
+from specrun.export.training.text_writer import feature_width, write_text
+from specrun.export.training.trainer import Losses, Measure, Trainer, TrainingOptions, fastest_dtype
+from specrun.models_cache.diskerrors import cache_errors
+from specrun.models_cache.errors import IntegrityError, UnsupportedModelError, UsageError
+from specrun.models_cache.layout import Bundle, cache_root, check_bundle_name
 from specrun.models_cache.progress import Progress, no_progress
-from specrun.models_cache.speculator import InstalledSpeculator
+from specrun.models_cache.speculator import InstalledSpeculator, scan_speculators
+from specrun.models_cache.store import hold_lock
+from specrun.models_cache.strictjson import StrictJsonError
 
 DRAFT_VOCABULARY = 8192
 EOS_SHARE = 10**9  # counts so often, as every answer ends with one
@@ -55,26 +59,25 @@ PASSES = {"medusa": 3.0, "eagle": 4.0, "draft": 4.0}
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What one method trains. losses: for training; measure: of a chain of DEPTH tokens.
+    """What one method trains. losses: for training; measure: counts of a chain of DEPTH tokens.
 
-    taps: those of the target's features that the speculator reads; read: those that training needs.
+    read: the taps of the target's features that training needs
     """
 
     model: MedusaModel | EagleModel | DraftModel
     losses: Losses
-    measure: Losses
-    config: SpeculatorConfig
-    taps: tuple[int, ...]
+    measure: Measure
     read: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A speculator in its bundle, and in the folder that `specrun export --draft` takes."""
+    """A speculator in its bundle, and in the folder that `specrun export --draft` takes; the text it was trained on."""
 
     installed: InstalledSpeculator
     speculator: Speculator
     folder: Path
+    text: TextStore
 
 
 def train_speculator(
@@ -90,54 +93,81 @@ def train_speculator(
     work: Path | None = None,
     restart: bool = False,
     force: bool = False,
+    keep_features: bool = True,
     progress: Progress | None = None,
 ) -> Trained:
     """Train a speculator for a bundle and attach it.
 
-    method: medusa, eagle or draft. tokens: of training text, self-written or answers to `prompts` (token ids), which
-    the methods share; passes: over it. work: where text and checkpoint are kept, by default under the cache root; a
-    killed training goes on from there, unless `restart`.
-    Raises UnsupportedModelError for a bundle without features, UsageError for settings that do not fit.
+    method: medusa, eagle or draft. tokens: of training text, self-written or answers to `prompts` (token ids, each
+    once), which the methods share; passes: over it. work: where text and checkpoint are kept, by default under the
+    cache root; a killed training goes on from there, unless `restart`. keep_features: whether what the target computed
+    over the text stays on disk for the next training; otherwise it is computed again when it is needed.
+    Raises UnsupportedModelError for a bundle without features, UsageError for settings that do not fit or a name that
+    is taken (unless `force`), CacheError where the disk is too small.
     """
     report = progress or no_progress
-    if bundle.manifest.features is None:
-        raise UnsupportedModelError(
-            f"{bundle.manifest.name} was exported before learned heads were known: export it again, with --force."
+    name = check_bundle_name(name or method)
+    feature_width(bundle)
+    ends = read_target_ends(bundle)
+    config, taps = speculator_config(method, bundle, ends)
+    if not force and any(entry.name == name for entry in scan_speculators(bundle)):
+        raise UsageError(
+            f"{bundle.manifest.name} has a speculator {name!r} already: choose another name (--name), "
+            "or --force to replace it."
         )
     folder = work or cache_root() / "training" / bundle.target_digest[:16]
     text = folder / ("text" if prompts is None else f"answers-{_digest(prompts)}")
-    store = write_text(bundle, text, tokens, seed=seed, threads=threads, prompts=prompts, progress=report)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
-    torch.manual_seed(seed)
-    ends = read_target_ends(bundle)
-    parts = target_parts(bundle, ends, draft_vocabulary(store, bundle), device)
-    trained = _method(method, bundle, parts, device)
-    rate = LEARNING_RATES[method]
-    options = TrainingOptions(passes=passes or PASSES[method], learning_rate=rate, seed=seed)
     checkpoints = folder / method
-    if restart:
-        (checkpoints / "checkpoint.safetensors").unlink(missing_ok=True)
-    columns = _columns(bundle, trained.read)
-    trainer = Trainer(trained.model, trained.losses, trained.measure, store, options, columns, checkpoints, report)
-    trainer.run()
-    tensors = _stored_tensors(trained, parts)
-    scores = trainer.measure()  # of the weights as they are stored
-    speculator = _speculator(bundle, method, name or method, trained, tensors, scores, trainer, store)
-    picture = draw_report(speculator).encode("utf-8")
-    installed = attach_speculator(bundle, speculator, force=force, progress=report, extra_files={REPORT_NAME: picture})
-    (checkpoints / "weights").mkdir(parents=True, exist_ok=True)
-    (checkpoints / "weights" / REPORT_NAME).write_bytes(picture)
-    write_speculator(checkpoints / "weights", speculator)
-    return Trained(installed, speculator, checkpoints / "weights")
+    with hold_lock(folder / f"{method}.lock", report), cache_errors(folder):
+        store = write_text(bundle, text, tokens, seed=seed, threads=threads, prompts=prompts, progress=report)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cpu":
+            torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        parts = target_parts(bundle, ends, draft_vocabulary(store, bundle), device)
+        trained = _method(method, bundle, parts, device)
+        options = TrainingOptions(passes=passes or PASSES[method], learning_rate=LEARNING_RATES[method], seed=seed)
+        columns = _columns(bundle, trained.read)
+        trainer = Trainer(trained.model, trained.losses, trained.measure, store, options, columns, checkpoints, report)
+        if restart:
+            trainer.forget()
+        trainer.run()
+        tensors = _stored_tensors(trained, parts)
+        scores = trainer.measure()  # of the weights as they are stored
+        manifest = bundle.manifest
+        speculator = Speculator(
+            method=method,
+            name=name,
+            licence=manifest.source.licence,
+            target=_target(bundle),
+            taps=taps,
+            config=config,
+            acceptance=tuple(map(tuple, scores.acceptance())),
+            report=_report(scores, trainer, store),
+            tensors=tensors,
+        )
+        picture = draw_report(speculator).encode("utf-8")
+        files = {REPORT_NAME: picture}
+        installed = attach_speculator(bundle, speculator, force=force, progress=report, extra_files=files)
+        write_speculator(checkpoints / "weights", speculator)
+        (checkpoints / "weights" / REPORT_NAME).write_bytes(picture)
+        trainer.forget()
+        if not keep_features:
+            store.drop_features()
+    return Trained(installed, speculator, checkpoints / "weights", store)
 
 
 def draft_vocabulary(store: TextStore, bundle: Bundle) -> NDArray[np.int64]:
-    """The commonest tokens of the target's answers, then of all text; ascending."""
+    """The commonest tokens of the target's answers, then of all text; ascending.
+
+    Raises IntegrityError for text with tokens that the target does not have.
+    """
     sizes = bundle.manifest.sizes
     counts = np.zeros(sizes.vocabulary, np.int64)
-    for shard in map(store.load, store.names()):
+    for name in store.names():
+        shard = store.load(name)
+        if shard.tokens.max() >= sizes.vocabulary:
+            raise IntegrityError(f"{store.folder} holds text of another model in {name}.npz: delete that folder.")
         counts += 8 * np.bincount(shard.tokens[shard.answer], minlength=sizes.vocabulary)
         counts += np.bincount(shard.tokens, minlength=sizes.vocabulary)
     counts[list(bundle.manifest.special_ids.eos)] += EOS_SHARE
@@ -145,16 +175,21 @@ def draft_vocabulary(store: TextStore, bundle: Bundle) -> NDArray[np.int64]:
     return np.sort(np.argsort(-counts[: sizes.tokens], kind="stable")[:size])
 
 
-def target_parts(bundle: Bundle, ends: TargetEnds, vocabulary: NDArray[np.int64], device: torch.device) -> TargetParts:
-    """The frozen tensors, out of the bundle's own graph."""
+def target_parts(
+    bundle: Bundle,
+    ends: TargetEnds,
+    vocabulary: NDArray[np.int64],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> TargetParts:
+    """The frozen tensors, out of the bundle's own graph. dtype: of the matrices, by default `fastest_dtype`."""
     sizes = bundle.manifest.sizes
-    embedding = torch.from_numpy(dequantize_matrix(ends.embedding)).bfloat16()
-    head = torch.from_numpy(dequantize_matrix(ends.head, vocabulary)).bfloat16()
+    dtype = dtype or fastest_dtype(device)
     return TargetParts(
-        embedding.to(device),
-        head.to(device),
+        torch.from_numpy(dequantize_matrix(ends.embedding)).to(device, dtype),
+        torch.from_numpy(dequantize_matrix(ends.head, vocabulary)).to(device, dtype),
         torch.from_numpy(ends.final_norm).to(device),
-        torch.from_numpy(vocabulary),
+        torch.from_numpy(vocabulary).to(device),
         epsilon=ends.norm_epsilon,
         rope_theta=ends.rope_theta,
         heads=sizes.heads,
@@ -164,20 +199,48 @@ def target_parts(bundle: Bundle, ends: TargetEnds, vocabulary: NDArray[np.int64]
     )
 
 
+def speculator_config(method: str, bundle: Bundle, ends: TargetEnds) -> tuple[SpeculatorConfig, tuple[int, ...]]:
+    """What is trained for a bundle, and the taps that it reads.
+
+    Raises UsageError for another method, UnsupportedModelError where a speculator cannot have the target's sizes.
+    """
+    sizes, features = bundle.manifest.sizes, bundle.manifest.features
+    assert features is not None
+    shape: dict[str, Any] = {
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "intermediate": sizes.intermediate,
+        "rope_theta": ends.rope_theta,
+        "norm_epsilon": ends.norm_epsilon,
+    }
+    config: SpeculatorConfig
+    taps: tuple[int, ...] = ()
+    if method == "medusa":
+        config, taps = MedusaConfig(DEPTH, MEDUSA_BLOCKS), (sizes.layers,)
+    elif method == "eagle":
+        config, taps = EagleConfig("joined", **shape), features.taps
+    elif method == "draft":
+        config = DraftConfig(min(DRAFT_LAYERS, sizes.layers), **shape)
+    else:
+        raise UsageError(f"There is no method {method!r} to train: choose medusa, eagle or draft.")
+    try:
+        check_config(config, _target(bundle), taps)
+    except StrictJsonError as error:
+        raise UnsupportedModelError(f"{bundle.manifest.name} cannot have a speculator of its sizes: {error}.") from None
+    if features.taps[-1:] != (sizes.layers,):
+        raise UnsupportedModelError(
+            f"The graph of {bundle.manifest.name} lacks the last residual stream: export it again, with --force."
+        )
+    return config, taps
+
+
 def _method(method: str, bundle: Bundle, parts: TargetParts, device: torch.device) -> Method:
     sizes = bundle.manifest.sizes
     last = (sizes.layers,)
-    shape: dict[str, Any] = {
-        "heads": parts.heads,
-        "kv_heads": parts.kv_heads,
-        "head_dim": parts.head_dim,
-        "intermediate": parts.intermediate,
-        "rope_theta": parts.rope_theta,
-        "norm_epsilon": parts.epsilon,
-    }
     if method == "medusa":
         medusa = MedusaModel(parts, DEPTH, MEDUSA_BLOCKS).to(device)
-        return Method(medusa, medusa.losses, medusa.losses, MedusaConfig(DEPTH, MEDUSA_BLOCKS), last, last)
+        return Method(medusa, medusa.losses, _counting(medusa.losses), last)
     if method == "eagle":
         assert bundle.manifest.features is not None
         taps = bundle.manifest.features.taps
@@ -185,21 +248,22 @@ def _method(method: str, bundle: Bundle, parts: TargetParts, device: torch.devic
         return Method(
             eagle,
             lambda batch: eagle.losses(batch, EAGLE_STEPS),
-            lambda batch: eagle.losses(batch, DEPTH),
-            EagleConfig("joined", **shape),
-            taps,
+            _counting(lambda batch, scores: eagle.losses(batch, DEPTH, scores)),
             taps,
         )
-    if method != "draft":
-        raise UsageError(f"There is no method {method!r} to train: choose medusa, eagle or draft.")
     layers = min(DRAFT_LAYERS, sizes.layers)
     draft = DraftModel(parts, layers).to(device)
     draft.start_from([read_target_layer(bundle, index) for index in _spread(layers, sizes.layers)])
+    return Method(draft, draft.losses, _counting(lambda batch, scores: draft.losses(batch, DEPTH, scores)), last)
 
-    def losses(batch: Batch) -> tuple[torch.Tensor, Scores]:
-        return draft.losses(batch, DEPTH)
 
-    return Method(draft, losses, losses, DraftConfig(layers, **shape), (), last)
+def _counting(losses: Callable[[Batch, Scores], torch.Tensor]) -> Measure:
+    def measure(batch: Batch) -> Scores:
+        scores = Scores(DEPTH)
+        losses(batch, scores)
+        return scores
+
+    return measure
 
 
 def _spread(count: int, layers: int) -> list[int]:
@@ -218,7 +282,7 @@ def _columns(bundle: Bundle, taps: Sequence[int]) -> NDArray[np.int64]:
 @torch.no_grad()
 def _stored_tensors(trained: Method, parts: TargetParts) -> dict[str, NDArray[Any]]:
     """The tensors as they are stored; the model gets the rounded values too, so that they are what is measured."""
-    stored: dict[str, NDArray[Any]] = {"vocabulary": parts.vocabulary.numpy().astype(np.int32)}
+    stored: dict[str, NDArray[Any]] = {"vocabulary": parts.vocabulary.cpu().numpy().astype(np.int32)}
     for name, tensor in trained.model.tensors().items():
         array = tensor.detach().float().cpu().numpy()
         if tensor.ndim < 2 or name == "tap_norms" or array.shape[1] % BLOCK:
@@ -229,22 +293,15 @@ def _stored_tensors(trained: Method, parts: TargetParts) -> dict[str, NDArray[An
     return stored
 
 
-def _speculator(
-    bundle: Bundle,
-    method: str,
-    name: str,
-    trained: Method,
-    tensors: dict[str, NDArray[Any]],
-    scores: Scores,
-    trainer: Trainer,
-    store: TextStore,
-) -> Speculator:
+def _target(bundle: Bundle) -> SpeculatorTarget:
     manifest = bundle.manifest
-    target = SpeculatorTarget(
-        manifest.name, manifest.sizes.hidden, manifest.sizes.layers, manifest.sizes.vocabulary, manifest.source.files
-    )
+    sizes = manifest.sizes
+    return SpeculatorTarget(manifest.name, sizes.hidden, sizes.layers, sizes.vocabulary, manifest.source.files)
+
+
+def _report(scores: Scores, trainer: Trainer, store: TextStore) -> dict[str, Any]:
     options = trainer.options
-    report = {
+    return {
         "text_tokens": store.tokens(),
         "tokens_seen": trainer.state.step * options.rows * options.length,
         "passes": options.passes,
@@ -257,17 +314,6 @@ def _speculator(
         },
         "curve": [list(point) for point in trainer.state.curve],
     }
-    return Speculator(
-        method=method,
-        name=name,
-        licence=manifest.source.licence,
-        target=target,
-        taps=trained.taps,
-        config=trained.config,
-        acceptance=tuple(map(tuple, scores.acceptance())),
-        report=report,
-        tensors=tensors,
-    )
 
 
 def _digest(prompts: Sequence[Sequence[int]]) -> str:

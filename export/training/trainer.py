@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,11 +22,14 @@ from torch import Tensor, nn
 from specrun.export.training.batches import Batch, Batches
 from specrun.export.training.scores import Scores
 from specrun.export.training.text_store import TextStore
-from specrun.models_cache.errors import UsageError
+from specrun.models_cache.diskerrors import cache_errors
+from specrun.models_cache.errors import IntegrityError, UsageError
 from specrun.models_cache.progress import Progress
 
-Losses = Callable[[Batch], tuple[Tensor, Scores]]
+Losses = Callable[[Batch], Tensor]
+Measure = Callable[[Batch], Scores]
 
+TOO_LITTLE = "train on more tokens (--tokens), or on more prompts (--prompts)."
 HELD_OUT_SHARDS = 1
 HELD_OUT_BATCHES = 12
 MEASURES = 24  # on held-out text, over the whole training
@@ -53,7 +59,7 @@ class Progressed:
 
 
 class Trainer:
-    """Trains `model`, whose `losses` are given, on the text of `store`; the first shard is held out.
+    """Trains `model` by its `losses` on the text of `store`; `measure` counts on the first shard, which is held out.
 
     folder: where the checkpoint is kept: the weights in half precision and a few numbers; the optimiser's state is not
     kept, so a resumed training warms up again. columns: of the features, those that the model reads. `state` says how
@@ -64,7 +70,7 @@ class Trainer:
         self,
         model: nn.Module,
         losses: Losses,
-        measure: Losses,
+        measure: Measure,
         store: TextStore,
         options: TrainingOptions,
         columns: NDArray[np.int64],
@@ -73,7 +79,7 @@ class Trainer:
     ) -> None:
         names = store.names()
         if len(names) <= HELD_OUT_SHARDS:
-            raise UsageError("There is too little text to hold some out: train on more tokens (--tokens).")
+            raise UsageError(f"There is too little text to hold some out: {TOO_LITTLE}")
         self._model = model
         self._losses, self._measure = losses, measure
         self._held_out, self._batches = (
@@ -87,12 +93,13 @@ class Trainer:
             for part in (names[:HELD_OUT_SHARDS], names[HELD_OUT_SHARDS:])
         )
         if not len(self._held_out) or not len(self._batches):
-            raise UsageError("There is too little text for one batch: train on more tokens (--tokens).")
+            raise UsageError(f"There is too little text for one batch: {TOO_LITTLE}")
+        if not all(part.answers() for part in (self._held_out, self._batches)):
+            raise UsageError(f"There is too little text: the model answered nothing in it; {TOO_LITTLE}")
         self.options = options
         self._folder = folder
         self._progress = progress
         self._device = next(model.parameters()).device
-        self._dtype = fastest_dtype(self._device)
         self._batch_tokens = options.rows * options.length
         self.steps = max(1, round(options.passes * len(self._batches)))
         identity = [asdict(options), names, [(name, tuple(p.shape)) for name, p in model.named_parameters()]]
@@ -136,8 +143,8 @@ class Trainer:
         """Counts on held-out text."""
         total: Scores | None = None
         for step in range(min(HELD_OUT_BATCHES, len(self._held_out))):
-            with torch.autocast(self._device.type, dtype=self._dtype):
-                _, scores = self._measure(self._held_out.batch(step).to(self._device))
+            with computing(self._device):
+                scores = self._measure(self._held_out.batch(step).to(self._device))
             if total is None:
                 total = scores
             else:
@@ -149,38 +156,66 @@ class Trainer:
         """Write the checkpoint: weights in half precision, and how far it is."""
         from safetensors.torch import save_file
 
-        self._folder.mkdir(parents=True, exist_ok=True)
-        part = self._folder / "checkpoint.part"
-        weights = {name: value.detach().half().contiguous().cpu() for name, value in self._model.named_parameters()}
-        state = {"identity": self._identity, "state": json.dumps(asdict(self.state))}
-        save_file(weights, part, metadata=state)
-        os.replace(part, self._checkpoint)
+        with cache_errors(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = self._folder / "checkpoint.part"
+            weights = {name: value.detach().half().contiguous().cpu() for name, value in self._model.named_parameters()}
+            state = {"identity": self._identity, "state": json.dumps(asdict(self.state))}
+            save_file(weights, part, metadata=state)
+            os.replace(part, self.checkpoint)
+
+    def forget(self) -> None:
+        """Delete the checkpoint: the next training begins anew."""
+        self.checkpoint.unlink(missing_ok=True)
 
     @property
-    def _checkpoint(self) -> Path:
+    def checkpoint(self) -> Path:
+        """Where the checkpoint is kept."""
         return self._folder / "checkpoint.safetensors"
 
     def _resume(self) -> None:
-        from safetensors import safe_open
+        """Raises UsageError for the checkpoint of another training, IntegrityError for one that is damaged."""
+        from safetensors import SafetensorError, safe_open
 
-        if not self._checkpoint.is_file():
+        if not self.checkpoint.is_file():
             return
-        with safe_open(self._checkpoint, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("identity") != self._identity:
-                raise UsageError(
-                    f"{self._checkpoint} is of a training with other settings or other text: "
-                    "repeat its settings, or pass --restart to begin anew."
-                )
-            raw = json.loads(metadata["state"])
-            with torch.no_grad():
-                for name, value in self._model.named_parameters():
-                    value.copy_(file.get_tensor(name))
-        self.state = Progressed(raw["step"], raw["seconds"], [tuple(point) for point in raw["curve"]])
+        parameters = dict(self._model.named_parameters())
+        try:
+            with safe_open(self.checkpoint, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("identity", self._identity) != self._identity:
+                    raise UsageError(
+                        f"{self.checkpoint} is of a training with other settings or other text: "
+                        "repeat its settings, or pass --restart to begin anew."
+                    )
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                if shapes != {name: tuple(value.shape) for name, value in parameters.items()}:
+                    raise ValueError("its tensors are not those of the model")
+                weights = {name: file.get_tensor(name) for name in parameters}
+                if not all(torch.isfinite(value).all() for value in weights.values()):
+                    raise ValueError("its tensors hold values that are not finite")
+                self.state = self._read_state(metadata["state"])
+        except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise IntegrityError(
+                f"{self.checkpoint} is damaged ({error}): pass --restart to begin the training anew."
+            ) from None
+        with torch.no_grad():
+            for name, value in parameters.items():
+                value.copy_(weights[name])
+
+    def _read_state(self, text: str) -> Progressed:
+        raw = json.loads(text)
+        step, seconds = int(raw["step"]), float(raw["seconds"])
+        curve = [(int(tokens), float(loss), float(rate)) for tokens, loss, rate in raw["curve"]]
+        if not 0 <= step <= self.steps or not 0 <= seconds < math.inf:
+            raise ValueError(f"it stands at step {step} of {self.steps}")
+        return Progressed(step, seconds, curve)
 
     def _step(self, batch: Batch, optimiser: torch.optim.Optimizer) -> float:
-        with torch.autocast(self._device.type, dtype=self._dtype):
-            loss, _ = self._losses(batch.to(self._device))
+        with computing(self._device):
+            loss = self._losses(batch.to(self._device))
         optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
@@ -203,10 +238,17 @@ class Trainer:
         return f"Training ({rate:.2f} tokens a round on held-out text, loss {loss:.3f})"
 
 
+def computing(device: torch.device) -> AbstractContextManager[object]:
+    """Matrices are multiplied in `fastest_dtype` inside."""
+    dtype = fastest_dtype(device)
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+@functools.cache
 def fastest_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where this machine multiplies matrices faster in it than in float32."""
     if device.type == "cuda":
-        return torch.bfloat16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     times = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, b = torch.ones(512, 576, dtype=dtype), torch.ones(2048, 576, dtype=dtype)
