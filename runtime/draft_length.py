@@ -69,6 +69,17 @@ class DraftLengthPlanner:
         """The K that every round has, None where it is chosen."""
         return self._fixed
 
+    def pays(self, count: int, expected: float, gain: float) -> bool:
+        """Whether one draft token more, which adds `gain` tokens on average, is worth its time after `count` of them.
+
+        expected: tokens of a round with those alone.
+        """
+        if count >= MAX_DRAFT_LENGTH:
+            return False
+        seconds = count * self._step_cost + self._costs[count]
+        more = self._step_cost + self._costs[count + 1] - self._costs[count]
+        return gain * seconds > expected * more
+
     def choose(self, chances: Iterable[float], available: int) -> int:
         """The K in 0 .. available with the most expected tokens a second; chances[j]: that draft token j + 1 stands."""
         return self.plan(chances, available).count

@@ -23,6 +23,7 @@ from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
+from specrun.runtime.head_estimate import estimates
 from specrun.runtime.heads import HEAD_METHODS, Heads, find_draft
 from specrun.runtime.ngram_table import NgramTable
 from specrun.runtime.proposal import Proposer
@@ -91,8 +92,8 @@ class Engine:
         self._draft_tokens: list[int] = []
         self._table = self._new_table()
         self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
-        self._draft_priors = draft_method.PRIORS
-        self._draft_estimate = AcceptanceEstimate(self._draft_priors)
+        self._draft_acceptance = draft_method.ACCEPTANCE
+        self._draft_estimates = estimates(self._draft_acceptance)
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._end_stream: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -200,7 +201,7 @@ class Engine:
             self._target_tokens, self._draft_tokens = [], []
             self._table = self._new_table()
             self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
-            self._draft_estimate = AcceptanceEstimate(self._draft_priors)
+            self._draft_estimates = estimates(self._draft_acceptance)
             self._heads.forget()
 
     def recalibrate(self) -> Calibration:
@@ -327,28 +328,29 @@ class Engine:
         if base in HEAD_METHODS:
             other = self._heads.proposer(base, request, cost, self._side_value(chooser), chooser.noise)
         else:
-            other = self._draft_proposer(chooser, fixed)
+            other = self._draft_proposer(request, chooser)
         return CombinedProposer(ngram, other, self._heads.lift(base), fixed=fixed is not None) if second else other
 
-    def _draft_proposer(self, chooser: Chooser, fixed: int | None) -> draft_method.DraftProposer:
+    def _draft_proposer(self, request: Request, chooser: Chooser) -> draft_method.DraftProposer:
         if self._draft is None:
             speculator = self._heads.require("draft")
             self._load_draft(speculator.draft_bundle(self.bundle), self._heads.threads)
             self._draft_vocabulary = speculator.vocabulary()
-            self._draft_priors = draft_method.priors(speculator.manifest.acceptance)
-            self._draft_estimate = AcceptanceEstimate(self._draft_priors)
+            self._draft_acceptance = speculator.manifest.acceptance
+            self._draft_estimates = estimates(self._draft_acceptance)
         assert self._draft is not None
         assert self._draft_calibration is not None
-        step_cost = self._draft_calibration.cost(1)
-        planner = DraftLengthPlanner(self.calibration.cost, step_cost=step_cost, fixed=fixed)
+        step_cost, sampling = self._draft_calibration.cost(1), request.options.sampling
+        planner = DraftLengthPlanner(self.calibration.cost, step_cost=step_cost, fixed=request.options.draft_length)
         return draft_method.DraftProposer(
             self._draft,
             chooser,
             planner,
-            self._draft_estimate,
+            self._draft_estimates[sampling.greedy],
             self._draft_tokens,
             self._draft_vocabulary,
             self.bundle.manifest.sizes.vocabulary,
+            temperature=1.0 if sampling.greedy else sampling.temperature,
         )
 
     def _load_draft(self, draft: Bundle, threads: int) -> None:

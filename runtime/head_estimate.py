@@ -48,6 +48,10 @@ class HeadEstimate:
         """The average chance of the first child of a node at `depth`."""
         return self._by_rank.chance((min(depth, self.depths - 1), 0))
 
+    def fade(self, depth: int) -> None:
+        """Forget a little of the best child's average, so that what was given up is tried again in time."""
+        self._by_rank.fade((min(depth, self.depths - 1), 0))
+
     def by_rank(self, depth: int | None = None, ranks: int | None = None) -> list[list[float]]:
         """Chances [depth][rank] as they stand; depths beyond those measured are like the last one."""
         table = []
@@ -79,6 +83,11 @@ class HeadEstimate:
             self._by_rank.observe((depth, rank), stood)
         self._by_sureness.observe((depth, bisect_right(_BOUNDS, sureness)), stood)
         self.seen += 1
+
+
+def estimates(acceptance: Sequence[Sequence[float]]) -> dict[bool, HeadEstimate]:
+    """One for greedy requests (True), one for sampled ones: sureness has another meaning where noise decides."""
+    return {greedy: HeadEstimate(acceptance) for greedy in (True, False)}
 
 
 def _logit(chance: float) -> float:

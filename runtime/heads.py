@@ -15,7 +15,7 @@ from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator, find_speculator, scan_speculators, speculators_dir
 from specrun.runtime.backend import create_session
 from specrun.runtime.feature_rows import Columns, pick_columns
-from specrun.runtime.head_estimate import HeadEstimate
+from specrun.runtime.head_estimate import HeadEstimate, estimates
 from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposers.combined import Lift
@@ -51,14 +51,13 @@ class _Head:
     columns: Columns
     vocabulary: NDArray[np.int64]
     costs: EagleCosts
-    # Sureness has another meaning where noise decides, so greedy and sampled requests are learnt apart.
     estimates: dict[bool, HeadEstimate] = field(default_factory=dict)
     outlooks: dict[bool, Outlook] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)  # behind the slots of its cache
 
     def forget(self) -> None:
         """As just loaded."""
-        self.estimates = {greedy: HeadEstimate(self.speculator.manifest.acceptance) for greedy in (True, False)}
+        self.estimates = estimates(self.speculator.manifest.acceptance)
         self.outlooks = {greedy: Outlook() for greedy in (True, False)}
         self.tokens = []
 

@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.runtime.chooser import Chooser
-from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner, DraftPlan
+from specrun.runtime.draft_length import DraftLengthPlanner, DraftPlan
+from specrun.runtime.head_estimate import HeadEstimate
 from specrun.runtime.proposal import EMPTY, Proposal
 from specrun.runtime.sampling import Distribution
 from specrun.runtime.session import ModelSession
 from specrun.runtime.tree_planner import Planned
 
-# Chance that a draft token stands, by its place in the proposal; the last one for all later.
-PRIORS = {0: 0.6, 1: 0.6, 2: 0.6, 3: 0.6}
+ACCEPTANCE: tuple[tuple[float, ...], ...] = ((0.6,),) * 4
+"""[place][0]: the chance that a draft token stands before anything was seen; the last one for all later places."""
 
 
 class DraftProposer:
@@ -32,17 +33,24 @@ class DraftProposer:
         session: ModelSession,
         chooser: Chooser,
         planner: DraftLengthPlanner,
-        estimate: AcceptanceEstimate[int],
+        estimate: HeadEstimate,
         known: Sequence[int],
         vocabulary: NDArray[np.int32] | None = None,
         tokens: int = 0,
+        *,
+        temperature: float = 1.0,
     ) -> None:
-        """vocabulary: the target's token of each of the draft's logits, if it has fewer than the target's `tokens`."""
+        """vocabulary: the target's token of each of the draft's logits, if it has fewer than the target's `tokens`.
+
+        temperature: at which the draft's sureness of a token is taken.
+        """
         self._session = session
         self._chooser = chooser
         self._planner = planner
         self._estimate = estimate
         self._known = known
+        self._temperature = temperature
+        self._sureness: list[float] = []  # of the draft tokens of the last round
         self._vocabulary = vocabulary
         self._full = np.full(tokens, -np.inf, np.float32) if vocabulary is not None else None
 
@@ -82,6 +90,9 @@ class DraftProposer:
         if plan.count <= 0:
             self._estimate.fade(0)
             return Planned(EMPTY, 1.0, plan.seconds)
+        most = plan.count if self._planner.fixed is not None else self._room(context, limit)
+        expected = reached = 1.0
+        self._sureness = []
         tokens: list[int] = []
         distributions: list[Distribution] = []
         logits = session.prefill(context[session.length :])
@@ -90,7 +101,10 @@ class DraftProposer:
             tokens.append(token)
             if q is not None:
                 distributions.append(q)
-            if len(tokens) == plan.count:
+            self._sureness.append(self._sure(logits[0], token))
+            reached *= self._estimate.chance(len(tokens) - 1, self._sureness[-1])
+            expected += reached
+            if len(tokens) >= most or not self._goes_on(len(tokens), expected, reached):
                 break
             logits = session.run([token], rows=1)
         if distributions:
@@ -99,8 +113,24 @@ class DraftProposer:
 
     def _length(self, context: Sequence[int], limit: int) -> DraftPlan:
         """How many tokens to draft: not more than the draft's own context holds."""
-        room = min(limit, self._session.sizes.context - len(context))
-        return self._planner.plan((self._estimate.chance(_cell(place)) for place in range(limit)), max(0, room))
+        room = self._room(context, limit)
+        return self._planner.plan(map(self._estimate.best_child, range(room)), room)
+
+    def _room(self, context: Sequence[int], limit: int) -> int:
+        return max(0, min(limit, self._session.sizes.context - len(context)))
+
+    def _goes_on(self, count: int, expected: float, reached: float) -> bool:
+        """Whether to draft another token; decided before it is drawn, so that q stays what it is."""
+        fixed = self._planner.fixed is not None
+        return fixed or self._planner.pays(count, expected, reached * self._estimate.best_child(count))
+
+    def _sure(self, logits: NDArray[np.float32], token: int) -> float:
+        """The draft's log-probability of the token that it drew."""
+        if self._vocabulary is not None:
+            token = int(self._vocabulary.searchsorted(token))
+        row = logits - logits.max()
+        row /= self._temperature
+        return float(row[token] - np.log(np.exp(row).sum()))
 
     def _row(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The draft's logits as a row of the target's vocabulary: what it does not know has no chance."""
@@ -112,7 +142,7 @@ class DraftProposer:
     def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
         """Learn how the last proposal fared."""
         for place in range(evaluated):
-            self._estimate.observe(_cell(place), place < accepted)
+            self._estimate.learn(place, 0, self._sureness[place], place < accepted)
 
     def rewind_to(self, length: int) -> None:
         """Keep the first `length` tokens; the draft has not run its own last one."""
@@ -121,13 +151,3 @@ class DraftProposer:
 
     def close(self) -> None:
         """The session belongs to the engine."""
-
-
-def _cell(place: int) -> int:
-    return min(place, max(PRIORS))
-
-
-def priors(acceptance: Sequence[Sequence[float]]) -> dict[int, float]:
-    """The chances at the first places by what was measured when a draft was trained, [depth][rank]."""
-    first = [ranks[0] for ranks in acceptance if ranks]
-    return {place: first[min(place, len(first) - 1)] for place in PRIORS} if first else PRIORS
