@@ -57,7 +57,7 @@ def train(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Train a speculator for MODEL: heads that guess its next tokens, or a small draft model.
+    """Train heads that guess a model's next tokens, or a small draft.
 
     \b
     medusa  heads on top of the model, each for one place ahead: cheap, and the quickest to train

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from specrun.export.bundle import export_bundle
 from specrun.export.training.self_text import Dialogue
 from specrun.export.training.target_parts import TargetParts
 from specrun.export.training.text_store import TextStore
+from specrun.models_cache.layout import Bundle
+
+from ...conftest import write_tiny_source
 
 VOCABULARY, HIDDEN, TAPS = 60, 64, 2
 
@@ -62,3 +66,12 @@ def random_dialogue(rng: np.random.Generator) -> Dialogue:
         answer[8:11] = False
     features = rng.standard_normal((length, TAPS * HIDDEN)).astype(np.float16)
     return Dialogue(rng.integers(0, VOCABULARY, length).astype(np.int32), answer, features)
+
+
+@pytest.fixture(scope="session")
+def tiny_fp32(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The random model of `tests.conftest` in float32, which has a chat template."""
+    folder = tmp_path_factory.mktemp("tiny fp32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECRUN_HOME", str(folder / "home"))
+        return export_bundle(str(write_tiny_source(folder / "tiny")), precision="fp32")

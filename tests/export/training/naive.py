@@ -115,7 +115,7 @@ def count(
     before: Callable[[int], int],
     vocabulary: list[int],
 ) -> np.ndarray:
-    """The counts of `Scores`. written: the token at (row, place, step); before: the place of the path one step before."""
+    """The counts of `Scores`. written: the token at (row, place, step); before: the path's place one step before."""
     counts = np.zeros((len(wanted), 1 + RANKS))
     right: set[Key] = set()
     for step, places in enumerate(wanted):
