@@ -106,7 +106,7 @@ def train_speculator(
     is taken (unless `force`), CacheError where the disk is too small.
     """
     report = progress or no_progress
-    name = check_bundle_name(name or method)
+    name = check_bundle_name(method if name is None else name)
     feature_width(bundle)
     ends = read_target_ends(bundle)
     config, taps = speculator_config(method, bundle, ends)
@@ -118,7 +118,8 @@ def train_speculator(
     folder = work or cache_root() / "training" / bundle.target_digest[:16]
     text = folder / ("text" if prompts is None else f"answers-{_digest(prompts)}")
     checkpoints = folder / method
-    with hold_lock(folder / f"{method}.lock", report), cache_errors(folder):
+    # One training at a time: it may delete the features, which the methods share.
+    with hold_lock(folder / "training.lock", report), cache_errors(folder):
         store = write_text(bundle, text, tokens, seed=seed, threads=threads, prompts=prompts, progress=report)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
@@ -185,9 +186,10 @@ def target_parts(
     """The frozen tensors, out of the bundle's own graph. dtype: of the matrices, by default `fastest_dtype`."""
     sizes = bundle.manifest.sizes
     dtype = dtype or fastest_dtype(device)
+    # Copies: plain float32 weights are a view of the bundle's file.
     return TargetParts(
-        torch.from_numpy(dequantize_matrix(ends.embedding)).to(device, dtype),
-        torch.from_numpy(dequantize_matrix(ends.head, vocabulary)).to(device, dtype),
+        torch.tensor(dequantize_matrix(ends.embedding), dtype=dtype, device=device),
+        torch.tensor(dequantize_matrix(ends.head, vocabulary), dtype=dtype, device=device),
         torch.from_numpy(ends.final_norm).to(device),
         torch.from_numpy(vocabulary).to(device),
         epsilon=ends.norm_epsilon,

@@ -23,7 +23,7 @@ from specrun.export.training.batches import Batch, Batches
 from specrun.export.training.scores import Scores
 from specrun.export.training.text_store import TextStore
 from specrun.models_cache.diskerrors import cache_errors
-from specrun.models_cache.errors import IntegrityError, UsageError
+from specrun.models_cache.errors import IntegrityError, SpecrunError, UsageError
 from specrun.models_cache.progress import Progress
 
 Losses = Callable[[Batch], Tensor]
@@ -121,6 +121,8 @@ class Trainer:
                 for group in optimiser.param_groups:
                     group["lr"] = rate
                 loss = self._step(self._batches.batch(step), optimiser)
+                if not math.isfinite(loss):
+                    raise SpecrunError(f"the training failed: the loss of step {step + 1} is no number")
                 average = loss if average is None else 0.95 * average + 0.05 * loss
                 self.state.step = step + 1
                 self.state.seconds = before + time.monotonic() - started

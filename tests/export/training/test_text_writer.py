@@ -124,7 +124,7 @@ def progress(label, done, total):
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 
 if __name__ == "__main__":
-    write_text(load_bundle(Path(sys.argv[1])), Path(sys.argv[2]), 10**9, seed=0, threads=1, prompts=None,
+    write_text(load_bundle(Path(sys.argv[1])), Path(sys.argv[2]), 10**7, seed=0, threads=1, prompts=None,
                progress=progress)
 """
 

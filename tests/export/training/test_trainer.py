@@ -130,6 +130,15 @@ def test_training_learns(parts: TargetParts, store: TextStore, tmp_path: Path) -
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_a_loss_that_is_no_number(parts: TargetParts, store: TextStore, tmp_path: Path) -> None:
+    trainer = make(parts, store, tmp_path)
+    with torch.no_grad():
+        next(iter(trainer._model.parameters())).fill_(torch.nan)
+    with pytest.raises(SpecrunError, match="the loss of step 1 is no number"):
+        trainer.run()
+    assert not trainer.checkpoint.exists()
+
+
 @pytest.mark.parametrize(
     "change", ["passes", "learning_rate", "rows", "length", "seed", "text", "model"]
 )  # fmt: skip
