@@ -67,15 +67,15 @@ def train(
     The model writes the training text itself. Text and checkpoint are kept below SPECRUN_HOME/training: after Ctrl-C or
     a crash the same command goes on where it was. The default model takes about two hours on two cores.
 
-    What the model computes over the text takes several of its hidden sizes a token: 6.9 GB of disk for the default
-    model and text, until the end of the training.
+    What the model computes over the text is large: for the default model and --tokens it takes 6.9 GB of disk until the
+    end of the training.
 
     Prints the name that --method and --draft take. The report, with the acceptance that was measured on held-out text,
     is kept with the speculator.
 
     \b
     Examples:
-      specrun train medusa
+      specrun train medusa --model mine
       specrun train eagle --model mine --tokens 3000000
       specrun generate --model mine --method eagle+ngram "Hello"
     """

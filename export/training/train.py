@@ -43,7 +43,7 @@ from specrun.models_cache.diskerrors import cache_errors
 from specrun.models_cache.errors import IntegrityError, UnsupportedModelError, UsageError
 from specrun.models_cache.layout import Bundle, cache_root, check_bundle_name
 from specrun.models_cache.progress import Progress, no_progress
-from specrun.models_cache.speculator import InstalledSpeculator, scan_speculators
+from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.models_cache.store import hold_lock
 from specrun.models_cache.strictjson import StrictJsonError
 
@@ -110,7 +110,7 @@ def train_speculator(
     feature_width(bundle)
     ends = read_target_ends(bundle)
     config, taps = speculator_config(method, bundle, ends)
-    if not force and any(entry.name == name for entry in scan_speculators(bundle)):
+    if not force and any(found.name == name for found in bundle.speculators()):
         raise UsageError(
             f"{bundle.manifest.name} has a speculator {name!r} already: choose another name (--name), "
             "or --force to replace it."

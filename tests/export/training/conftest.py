@@ -13,11 +13,14 @@ from specrun.export.bundle import export_bundle
 from specrun.export.training.self_text import Dialogue
 from specrun.export.training.target_parts import TargetParts
 from specrun.export.training.text_store import TextStore
+from specrun.export.training.text_writer import write_text
 from specrun.models_cache.layout import Bundle
+from specrun.models_cache.progress import no_progress
 
 from ...conftest import write_tiny_source
 
 VOCABULARY, HIDDEN, TAPS = 60, 64, 2
+TOKENS = 5000  # of the text of `written`
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +78,10 @@ def tiny_fp32(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECRUN_HOME", str(folder / "home"))
         return export_bundle(str(write_tiny_source(folder / "tiny")), precision="fp32")
+
+
+@pytest.fixture(scope="session")
+def written(tiny_fp32: Bundle, tmp_path_factory: pytest.TempPathFactory) -> TextStore:
+    """Text of that model, by two processes; copy it, do not change it."""
+    folder = tmp_path_factory.mktemp("written") / "text"
+    return write_text(tiny_fp32, folder, TOKENS, seed=0, threads=2, prompts=None, progress=no_progress)

@@ -22,14 +22,9 @@ from specrun.models_cache.errors import CacheError, SpecrunError, UsageError
 from specrun.models_cache.layout import Bundle, load_bundle
 from specrun.models_cache.progress import Progress, no_progress
 
-TOKENS = 5000
+from .conftest import TOKENS
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
-
-@pytest.fixture(scope="module")
-def written(tiny_fp32: Bundle, tmp_path_factory: pytest.TempPathFactory) -> TextStore:
-    """Text of two processes; copy it, do not change it."""
-    return write(tiny_fp32, tmp_path_factory.mktemp("written") / "text", threads=2)
 
 
 @pytest.fixture
