@@ -41,6 +41,11 @@ class Dialogue:
     features: NDArray[np.float16]
 
 
+def half_precision(features: NDArray[np.float32]) -> NDArray[np.float16]:
+    """Features as they are kept; what is too large is cut."""
+    return np.clip(features, -_HALF_MAX, _HALF_MAX).astype(np.float16)
+
+
 Writing = Generator[int, NDArray[np.float32], None]  # yields the token to run, is sent the logits after it
 
 
@@ -73,34 +78,13 @@ class SelfWriter:
 
     def dialogues(self) -> Iterator[Dialogue]:
         """Dialogues as they are finished, without end, or until every prompt is answered."""
-        for row in self._written(self._begin):
-            yield row.finished()
-
-    def features_of(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, NDArray[np.float16]]]:
-        """(its index, its features) of each text (token ids) as they are finished."""
-        indices = iter(range(len(texts)))
-        places: dict[int, int] = {}  # the index of a row's text
-
-        def begin() -> _Row | None:
-            index = next(indices, None)
-            if index is None:
-                return None
-            row = self._row(lambda row: _forced(row, texts[index]), len(texts[index]))
-            places[id(row)] = index
-            return row
-
-        for row in self._written(begin):
-            yield places.pop(id(row)), row.finished().features
-
-    def _written(self, begin: Callable[[], _Row | None]) -> Iterator[_Row]:
-        """The rows that `begin` gives as they are finished, until it gives none and no row is left."""
         session = self._session
         session.reserve(self._limit + 2)
-        rows = [begin() for _ in range(session.cache.batch)]
+        rows = [self._begin() for _ in range(session.cache.batch)]
         fed = [[] if row is None else [next(row.writing)] for row in rows]
         while any(fed):
             logits = session.run_batch(fed, rows=1)[:, 0, : session.sizes.tokens]
-            features = np.clip(session.batch_features[:, 0], -_HALF_MAX, _HALF_MAX).astype(np.float16)
+            features = half_precision(session.batch_features[:, 0])
             for index, row in enumerate(rows):
                 if row is None:
                     continue
@@ -108,8 +92,8 @@ class SelfWriter:
                 try:
                     fed[index] = [row.writing.send(logits[index])]
                 except StopIteration:
-                    yield row
-                    rows[index] = row = begin()
+                    yield row.finished()
+                    rows[index] = row = self._begin()
                     session.cache.rewind_to(0, index)
                     fed[index] = [] if row is None else [next(row.writing)]
 
@@ -121,11 +105,9 @@ class SelfWriter:
         prompt = self._prompts[self._number]
         return self._row(lambda row: self._answer_to(row, prompt))
 
-    def _row(self, write: Callable[[_Row], Writing], room: int | None = None) -> _Row:
-        """A new row. room: the most tokens that it may have, by default those of the context."""
-        random = np.random.default_rng([*self._seed, self._number])
+    def _row(self, write: Callable[[_Row], Writing]) -> _Row:
+        row = _Row(np.random.default_rng([*self._seed, self._number]), self._session.sizes.context - 1)
         self._number += 1
-        row = _Row(random, self._session.sizes.context - 1 if room is None else room)
         row.writing = _until_full(write(row))
         return row
 
@@ -226,7 +208,3 @@ def _until_full(writing: Writing) -> Writing:
         yield from writing
     except _Full:
         return
-
-
-def _forced(row: _Row, tokens: Sequence[int]) -> Writing:
-    yield from row.feed(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from specrun.export.training.dialogue_form import dialogue_form
-from specrun.export.training.self_text import MAX_ANSWER, MAX_DIALOGUE, Dialogue, SelfWriter
+from specrun.export.training.self_text import MAX_ANSWER, MAX_DIALOGUE, Dialogue, SelfWriter, half_precision
 from specrun.export.training.text_store import SHARD_TOKENS, TextStore
 from specrun.models_cache.diskerrors import cache_errors, free_bytes
 from specrun.models_cache.errors import CacheError, SpecrunError, UnsupportedModelError, UsageError
@@ -27,7 +28,7 @@ from specrun.models_cache.layout import Bundle, load_bundle
 from specrun.models_cache.progress import Progress
 from specrun.models_cache.store import hold_lock
 from specrun.runtime.chat_template import ChatTemplate
-from specrun.runtime.session import ModelSession, WidthRule, choose_graph, session_opener
+from specrun.runtime.session import PREFILL_CHUNK, ModelSession, WidthRule, choose_graph, session_opener
 from specrun.runtime.tokenizer import Tokenizer
 
 ROWS = 40  # dialogues that a process writes at a time
@@ -147,7 +148,7 @@ def _unanswered(store: TextStore, prompts: Sequence[Sequence[int]]) -> list[list
     """The prompts that no dialogue of the store begins with."""
     answered = set()
     for shard in map(store.load, store.names()):
-        for start, end in zip(shard.starts[:-1], shard.starts[1:], strict=True):
+        for start, end in itertools.pairwise(shard.starts.tolist()):
             length = int(shard.answer[start:end].argmax()) or end - start
             answered.add(tuple(shard.tokens[start : start + length].tolist()))
     return [list(prompt) for prompt in prompts if tuple(prompt) not in answered]
@@ -272,20 +273,20 @@ def _end_with_parent() -> None:
 
 def _write(job: _Job) -> None:
     bundle = load_bundle(job.path)
-    # The bits need not be those of plain decoding: the fastest widths will do.
-    rows = choose_graph(bundle).max_batch or ROWS
-    session: ModelSession = session_opener(bundle, 1)(rows, WidthRule(padded=False))
-    tokenizer = Tokenizer.from_bundle(bundle)
-    form = dialogue_form(tokenizer)
     store = TextStore(job.folder)
-    start = _SPACING * len(store.names(job.writer))
-    writer = SelfWriter(session, tokenizer, form, seed=[job.seed, job.writer], start=start)
+    # The bits need not be those of plain decoding: the fastest widths will do.
+    fastest = WidthRule(padded=False)
+    open_session = session_opener(bundle, 1)
     if job.lacking is not None:
+        session = open_session(1, fastest)
         for name in job.lacking:
-            _compute_features(store, name, writer)
+            _compute_features(store, name, session)
         return
-    if job.prompts is not None:
-        writer = SelfWriter(session, tokenizer, form, seed=[job.seed, job.writer], prompts=job.prompts)
+    session = open_session(choose_graph(bundle).max_batch or ROWS, fastest)
+    tokenizer = Tokenizer.from_bundle(bundle)
+    start = _SPACING * len(store.names(job.writer)) if job.prompts is None else 0
+    seed = [job.seed, job.writer]
+    writer = SelfWriter(session, tokenizer, dialogue_form(tokenizer), seed=seed, start=start, prompts=job.prompts)
     pending: list[Dialogue] = []
     for dialogue in writer.dialogues():
         pending.append(dialogue)
@@ -296,9 +297,13 @@ def _write(job: _Job) -> None:
         store.add(pending, job.writer)
 
 
-def _compute_features(store: TextStore, name: str, writer: SelfWriter) -> None:
-    """Write the features of a shard whose text is there."""
+def _compute_features(store: TextStore, name: str, session: ModelSession) -> None:
+    """Write the features of a shard whose text is there: each dialogue is run as a prompt is."""
     shard = store.load(name)
-    texts = [shard.tokens[start:end].tolist() for start, end in zip(shard.starts[:-1], shard.starts[1:], strict=True)]
-    features = dict(writer.features_of(texts))
-    store.add_features(name, np.concatenate([features[index] for index in range(len(texts))]))
+    parts = []
+    for start, end in itertools.pairwise(shard.starts.tolist()):
+        session.rewind_to(0)
+        for at in range(start, end, PREFILL_CHUNK):
+            session.run(shard.tokens[at : min(at + PREFILL_CHUNK, end)].tolist(), rows=1)
+            parts.append(half_precision(session.features))
+    store.add_features(name, np.concatenate(parts))

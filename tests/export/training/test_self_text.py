@@ -100,15 +100,6 @@ def test_a_short_context(tmp_path: Path, context: int) -> None:
         assert len(dialogue.features) == len(dialogue.answer) == len(dialogue.tokens)
 
 
-def test_forced_text_gives_the_same_features(tiny_fp32: Bundle, written: list[Dialogue]) -> None:
-    texts = [dialogue.tokens.tolist() for dialogue in written[:10]]
-    found = list(writer_of(tiny_fp32, rows=3).features_of(texts))
-    assert sorted(index for index, _ in found) == list(range(10))
-    assert [index for index, _ in found] != list(range(10))  # they end as they are long
-    for index, features in found:
-        np.testing.assert_allclose(features, written[index].features, atol=2e-3, rtol=2e-3)
-
-
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_every_prompt_is_answered_once(tiny_fp32: Bundle, rows: int) -> None:
     prompts = [[256, 84, 40 + index, *range(10, 10 + index)] for index in range(5)]
