@@ -18,8 +18,11 @@ _BOUNDS: Final = tuple(map(math.log, (0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.
 # The chance of a cell's candidates before anything was seen: near the middle of the cell, as a trained head is sure
 # about as often as it is right on texts like those it was trained on; a little below it, as others are less alike.
 _CHANCES: Final = (0.012, 0.05, 0.10, 0.18, 0.30, 0.44, 0.58, 0.71, 0.82, 0.91, 0.96)
-_UNLISTED: Final = 0.02  # at most, of a token that is not among the head's candidates
-_WEIGHT: Final = 0.7  # of the head's opinion about a copied token: the two are not independent
+_OPINION_WEIGHT: Final = 0.7  # head and n-grams look at one text, so their opinions are not independent
+_LEARNING_RATE: Final = 0.2  # of opinions
+_TRUST_STRENGTH: Final = 5.0  # candidates that the first trust, 1, is worth
+_TRUST_MEMORY: Final = 0.98
+_MOST_TRUST: Final = 1.25
 
 Cell = tuple[int, int]
 
@@ -37,12 +40,21 @@ class HeadEstimate:
         self._by_sureness: AcceptanceEstimate[Cell] = AcceptanceEstimate(
             {(depth, cell): chance for depth in range(self.depths) for cell, chance in enumerate(_CHANCES)}
         )
-        self._pooled: AcceptanceEstimate[int] = AcceptanceEstimate(dict(enumerate(_CHANCES)))
+        self._opinions = _opinions(acceptance)
+        self._stood = self._expected = _TRUST_STRENGTH
         self.seen = 0  # candidates judged so far
 
     def chance(self, depth: int, sureness: float) -> float:
-        """The chance of a child of a node at `depth` (0: the root) of which the head is so sure."""
-        return self._by_sureness.chance((min(depth, self.depths - 1), bisect_right(_BOUNDS, sureness)))
+        """The chance of a child of a node at `depth` (0: the root) of which the head is so sure.
+
+        Times a trust common to all: how many candidates stood lately against how many should have. It follows a change
+        of the text sooner than each cell can.
+        """
+        cell = min(depth, self.depths - 1), bisect_right(_BOUNDS, sureness)
+        return min(0.98, self._by_sureness.chance(cell) * self._trust())
+
+    def _trust(self) -> float:
+        return min(_MOST_TRUST, self._stood / self._expected)
 
     def best_child(self, depth: int) -> float:
         """The average chance of the first child of a node at `depth`."""
@@ -62,32 +74,42 @@ class HeadEstimate:
             table.append([self._by_rank.chance((known, rank)) for rank in range(count)])
         return table
 
-    def pool(self, copied: float, head: float | None) -> tuple[float, int]:
-        """(chance, its cell) of a token that n-grams give the chance `copied` and the head `head`, None if unlisted.
+    def pool(self, copied: float, sureness: float | None) -> tuple[float, int]:
+        """(chance, opinion) of a token that n-grams give the chance `copied`; sureness: the head's, None: unlisted."""
+        opinion = 0 if sureness is None else 1 + bisect_right(_BOUNDS, sureness)
+        return 1.0 / (1.0 + math.exp(-_logit(copied) - self._opinions[opinion])), opinion
 
-        Their odds are multiplied, the head's with less weight; how often such tokens stood then corrects that.
-        """
-        chance = _UNLISTED if head is None else head
-        logit = _logit(copied) + _WEIGHT * _logit(chance)
-        cell = bisect_right(_BOUNDS, -math.log1p(math.exp(-logit)))
-        return self._pooled.chance(cell), cell
-
-    def learn_pooled(self, cell: int, stood: bool) -> None:
-        """A token with a pooled chance stood, or did not."""
-        self._pooled.observe(cell, stood)
+    def learn_pooled(self, opinion: int, chance: float, stood: bool) -> None:
+        """A token with this pooled chance stood, or did not."""
+        self._opinions[opinion] += _LEARNING_RATE * (stood - chance)
 
     def learn(self, depth: int, rank: int, sureness: float, stood: bool) -> None:
         """A child of a node at `depth` that was reached stood, or did not."""
         depth = min(depth, self.depths - 1)
         if rank < len(self._acceptance[depth]):
             self._by_rank.observe((depth, rank), stood)
-        self._by_sureness.observe((depth, bisect_right(_BOUNDS, sureness)), stood)
+        cell = depth, bisect_right(_BOUNDS, sureness)
+        keep = _TRUST_MEMORY if rank == 0 else 1.0
+        self._stood = keep * self._stood + (1.0 - keep) * _TRUST_STRENGTH + stood
+        self._expected = keep * self._expected + (1.0 - keep) * _TRUST_STRENGTH + self._by_sureness.chance(cell)
+        self._by_sureness.observe(cell, stood)
         self.seen += 1
 
 
 def estimates(acceptance: Sequence[Sequence[float]]) -> dict[bool, HeadEstimate]:
     """One for greedy requests (True), one for sampled ones: sureness has another meaning where noise decides."""
     return {greedy: HeadEstimate(acceptance) for greedy in (True, False)}
+
+
+def _opinions(acceptance: Sequence[Sequence[float]]) -> list[float]:
+    """What a head's opinion of a copied token adds to the logit of its chance, by the cell of its sureness.
+
+    That sureness against what such a head gives true tokens on average; the first entry, where it does not list the
+    token, how seldom it leaves out a true one. The less a head knows the less its opinion moves.
+    """
+    first = acceptance[0]
+    listed = [_OPINION_WEIGHT * (_logit(chance) - _logit(0.7 * first[0])) for chance in _CHANCES]
+    return [math.log(max(0.1, 1.0 - sum(first)) / 0.85), *listed]
 
 
 def _logit(chance: float) -> float:

@@ -14,8 +14,8 @@ from specrun.runtime.proposers.ngram import NgramProposer
 from specrun.runtime.tree_planner import Planned, Planning
 
 _SURE: Final = (0.3, 0.5, 0.7, 0.85, 0.93)  # bounds of the chance of the first copied token
-_FIRST_LIFT: Final = 1.1
-_MEMORY: Final = 0.93  # weight of what was seen of a lift, at each round
+_FIRST_LIFTS: Final = (1.1, 1.1, 1.08, 1.05, 1.01, 0.99)
+_MEMORY: Final = 0.85  # weight of what was seen of a lift, at each round
 _DOUBT: Final = 0.002  # by which a lift is thought higher with each round that passes without a look
 
 
@@ -23,7 +23,7 @@ class Lift:
     """By how much asking a head raises the expected tokens a second, by how sure n-grams are of their next token."""
 
     def __init__(self) -> None:
-        self._lifts = [_FIRST_LIFT] * (len(_SURE) + 1)
+        self._lifts = list(_FIRST_LIFTS)
 
     def worth_asking(self, chance: float) -> bool:
         """Whether the head's opinion is worth its time; what is not asked for long is asked again."""

@@ -33,7 +33,7 @@ class Nodes:
         self.sureness: list[float] = []
         self.chances: list[float] = []
         self.values: list[float] = []  # product of the chances along the path
-        self.pooled: dict[int, int] = {}  # nodes that both have, or that the head had its say on -> cell
+        self.pooled: dict[int, tuple[int, float]] = {}  # copied nodes that the head had its say on: opinion, chance
         self.q: list[Distribution] = []
         self._children: dict[int, list[int]] = {}
 
@@ -78,11 +78,12 @@ class Nodes:
         if copied is not None:
             rank_of_copied = tokens.index(self.tokens[copied]) if self.tokens[copied] in tokens else None
             sure = None if rank_of_copied is None else sureness[rank_of_copied]
-            head = None if sure is None else estimate.chance(depth, sure)
-            chance, self.pooled[copied] = estimate.pool(self.chances[copied], head)
+            chance, opinion = estimate.pool(self.chances[copied], sure)
+            self.pooled[copied] = opinion, chance
+            head = 0.0 if sure is None else estimate.chance(depth, sure)
             if rank_of_copied is not None:
                 self.ranks[copied], self.sureness[copied] = rank_of_copied, sureness[rank_of_copied]
-            share = (1.0 - chance) / max(1.0 - (head or 0.0), 1e-6)
+            share = (1.0 - chance) / max(1.0 - head, 1e-6)
             self.chances[copied] = chance
             for node in range(copied, len(self.tokens)):
                 up = self.parents[node]
@@ -135,7 +136,7 @@ class Drafted:
                 if nodes.ranks[node] != COPIED:
                     estimate.learn(nodes.depths[node] - 1, nodes.ranks[node], nodes.sureness[node], stood)
                 if node in nodes.pooled:
-                    estimate.learn_pooled(nodes.pooled[node], stood)
+                    estimate.learn_pooled(*nodes.pooled[node], stood)
                 if stood:
                     above = node
 
