@@ -7,6 +7,7 @@ the bundle was exported from may be gone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def read_target_layer(bundle: Bundle, index: int) -> TargetLayer:
     sizes = bundle.manifest.sizes
     prefix = f"model.layers.{index}"
     try:
-        found = _Initializers(ir.load(bundle.path / spec.file).graph, spec.data)
+        found = _Initializers(ir.load(bundle.path / spec.file).graph, bundle.path, spec.data)
         return TargetLayer(
             input_norm=np.array(found.array(f"{prefix}.input_layernorm.weight"), np.float32),
             qkv=found.fused(f"{prefix}.self_attn.q_proj_k_proj_v_proj", sizes.hidden),
@@ -89,7 +90,7 @@ def read_target_ends(bundle: Bundle) -> TargetEnds:
     except Exception as error:  # what onnx and protobuf raise has no common base
         raise IntegrityError(f"{path} is no ONNX graph ({type(error).__name__}); export the model again.") from error
     try:
-        found = _Initializers(graph, spec.data)
+        found = _Initializers(graph, bundle.path, spec.data)
         hidden = bundle.manifest.sizes.hidden
         embedding = found.matrix(_EMBEDDING, hidden)
         head = found.matrix(_HEAD, hidden) if any(name.startswith(_HEAD) for name in found.values) else embedding
@@ -114,15 +115,21 @@ def read_target_ends(bundle: Bundle) -> TargetEnds:
 class _Initializers:
     """The initializers of a graph by name; their data must lie in the files that the manifest names."""
 
-    def __init__(self, graph: ir.Graph, data: tuple[str, ...]) -> None:
+    def __init__(self, graph: ir.Graph, folder: Path, data: tuple[str, ...]) -> None:
         self.values = graph.initializers
+        self._folder = folder
         self._data = data
 
     def array(self, name: str) -> NDArray[Any]:
         tensor = self.values[name].const_value
         if tensor is None or (isinstance(tensor, ir.ExternalTensor) and str(tensor.location) not in self._data):
             raise ValueError(f"{name} has no data in the bundle")
-        return tensor.numpy()
+        if not isinstance(tensor, ir.ExternalTensor):
+            return tensor.numpy()
+        # Not through the library, which refuses a file with several hard links, as deduplicating tools make them.
+        path = self._folder / str(tensor.location)
+        shape = tuple(int(size) for size in tensor.shape.numpy())
+        return np.memmap(path, tensor.dtype.numpy(), "r", offset=tensor.offset or 0, shape=shape)
 
     def fused(self, label: str, columns: int) -> NDArray[np.float32]:
         """The matrices label.0, label.1, ... of one input, dequantised, one below the other."""

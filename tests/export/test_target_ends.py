@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,13 @@ import onnx_ir as ir
 import pytest
 
 from specrun.export.quantize import BlockMatrix, FloatMatrix, Matrix
-from specrun.export.target_ends import TargetEnds, dequantize_matrix, read_target_ends, rows_8bit
+from specrun.export.target_ends import (
+    TargetEnds,
+    dequantize_matrix,
+    read_target_ends,
+    read_target_layer,
+    rows_8bit,
+)
 from specrun.export.weights import Weights, open_weights
 from specrun.models_cache import GraphSpec, find_bundle
 from specrun.models_cache.errors import IntegrityError
@@ -22,12 +29,16 @@ from .graph_runner import write_graphs
 from .tiny_models import gguf_from_folder
 
 
-def ends_of(weights: Weights, folder: Path, precision: str) -> TargetEnds:
-    """The ends of graphs without the rest of a bundle."""
+def graphs_of(weights: Weights, folder: Path, precision: str) -> Any:
+    """Graphs without the rest of a bundle."""
     write_graphs(weights, folder, precision)
     graphs = {"target": GraphSpec("target.onnx", ("target.onnx.data",), (), None, (), ())}
-    bundle: Any = SimpleNamespace(path=folder, manifest=SimpleNamespace(graphs=graphs, sizes=weights.config))
-    return read_target_ends(bundle)
+    return SimpleNamespace(path=folder, manifest=SimpleNamespace(graphs=graphs, sizes=weights.config))
+
+
+def ends_of(weights: Weights, folder: Path, precision: str) -> TargetEnds:
+    """The ends of these."""
+    return read_target_ends(graphs_of(weights, folder, precision))
 
 
 def both(ends: TargetEnds, weights: Weights) -> list[tuple[Matrix, np.ndarray]]:
@@ -49,6 +60,34 @@ def test_ends_are_those_of_the_weights(
         np.testing.assert_allclose(dequantize_matrix(matrix), expected, atol=0 if precision == "fp32" else 0.01)
     np.testing.assert_array_equal(ends.final_norm, weights.tensor("model.norm.weight"))
     assert ends.norm_epsilon == pytest.approx(weights.config.norm_epsilon, rel=1e-6)
+    assert ends.rope_theta == pytest.approx(weights.config.rope.theta, rel=1e-3)
+
+
+def test_a_data_file_with_several_names(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """As tools make them that store equal files once."""
+    weights = open_weights(tiny_folder("llama"))
+    bundle = graphs_of(weights, tmp_path / "graphs", "int8")
+    os.link(tmp_path / "graphs" / "target.onnx.data", tmp_path / "other")
+    embedding = dequantize_matrix(read_target_ends(bundle).embedding)
+    np.testing.assert_allclose(embedding, weights.tensor("model.embed_tokens.weight"), atol=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_layers(precision: str, tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    weights = open_weights(tiny_folder("llama"))
+    bundle = graphs_of(weights, tmp_path / "graphs", precision)
+    layer = read_target_layer(bundle, 1)
+    near = {"atol": 0 if precision == "fp32" else 0.01}
+    for name, parts in {
+        "input_norm": ["input_layernorm"],
+        "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "output": ["self_attn.o_proj"],
+        "mlp_norm": ["post_attention_layernorm"],
+        "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "down": ["mlp.down_proj"],
+    }.items():
+        expected = np.concatenate([weights.tensor(f"model.layers.1.{part}.weight") for part in parts])
+        np.testing.assert_allclose(getattr(layer, name), expected, **near)
 
 
 @pytest.mark.parametrize(
