@@ -20,7 +20,7 @@ _BOUNDS: Final = tuple(map(math.log, (0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.
 _CHANCES: Final = (0.012, 0.05, 0.10, 0.18, 0.30, 0.44, 0.58, 0.71, 0.82, 0.91, 0.96)
 _OPINION_WEIGHT: Final = 0.7  # head and n-grams look at one text, so their opinions are not independent
 _LEARNING_RATE: Final = 0.2  # of opinions
-_TRUST_STRENGTH: Final = 5.0  # candidates that the first trust, 1, is worth
+_TRUST_STRENGTH: Final = 3.0  # candidates that the first trust, 1, is worth
 _TRUST_MEMORY: Final = 0.98
 _MOST_TRUST: Final = 1.25
 
