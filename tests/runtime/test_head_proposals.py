@@ -109,7 +109,7 @@ def test_eagle_proposes_what_a_fresh_head_would(
         engine.generate(prompt, method=method, draft_length=draft_length, max_tokens=30, **RAW)
         engine.generate("between" + prompt, method="ngram", max_tokens=5, **RAW)
         engine.generate(prompt + text.text[:4], method="none", max_tokens=5, **RAW)
-    assert fresh.compared > 60
+    assert fresh.compared > 30
     assert (fresh.trees > 5) == (draft_length is None)
 
 
