@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from specrun.export.target_ends import TargetLayer
 from specrun.export.training.batches import Batch
-from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary, soft_cross_entropy
+from specrun.export.training.distil import distil, ranks
+from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary
 from specrun.export.training.scores import Scores
 from specrun.export.training.target_parts import TargetParts
 
@@ -81,14 +82,11 @@ class DraftModel(nn.Module):
         for layer in self.layers:
             x = layer(x, rotary, mask)
         wanted = batch.scored(1)
-        logits = nn.functional.linear(self.final_norm(x[wanted]), self.parts.head)
-        with torch.no_grad():
-            residual = batch.features[:, :-1, -self.parts.hidden :]
-            target = torch.softmax(self.parts.logits(residual[wanted]).float(), -1)
+        out, residual = self.final_norm(x[wanted]), batch.features[:, :-1, -self.parts.hidden :][wanted]
         if scores is not None:
-            written = self.parts.rows(batch.ahead(1)[wanted])
+            found = ranks(self.parts, out, residual, self.parts.rows(batch.ahead(1)[wanted]))
             right: Tensor | None = None
             for step in range(depth):  # a chain runs over the places behind the one where it starts
                 right = None if right is None else nn.functional.pad(right[:, :-1], (1, 0))
-                right = scores.add(step, wanted, logits, target, written, right)
-        return soft_cross_entropy(logits, target)
+                right = scores.add(step, wanted, found, right)
+        return distil(self.parts, out, residual)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from specrun.export.training.batches import Batch
-from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary, soft_cross_entropy
+from specrun.export.training.distil import distil, ranks
+from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary
 from specrun.export.training.scores import Scores
 from specrun.export.training.target_parts import TargetParts
 
@@ -92,15 +93,13 @@ class EagleModel(nn.Module):
             x, key, value = self._layer(x, embedded, rotary, mask, keys, values)
             keys.append(key)
             values.append(value)
-            logits = nn.functional.linear(self.final_norm(x[wanted]), self.parts.head)
-            with torch.no_grad():
-                target = torch.softmax(self.parts.logits(last[wanted]).float(), -1)
-            total = total + STEP_WEIGHT**step * soft_cross_entropy(logits, target)
+            out, residual = self.final_norm(x[wanted]), last[wanted]
+            total = total + STEP_WEIGHT**step * distil(self.parts, out, residual)
             if scores is not None:
+                found = ranks(self.parts, out, residual, self.parts.rows(batch.ahead(2)[wanted]))
                 # The path of slot i ran over the slot before, at the step before.
                 before = None if right is None else _later(right[..., None], 1)[..., 0]
-                written = self.parts.rows(batch.ahead(2)[wanted])
-                right = scores.add(step, wanted, logits, target, written, before)
+                right = scores.add(step, wanted, found, before)
         return total
 
     def _layer(

@@ -79,32 +79,3 @@ class Mlp(nn.Module):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         mixed: Tensor = self.down(nn.functional.silu(gate) * up)
         return mixed
-
-
-def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """-sum(target * log_softmax(logits)), the mean over the rows; 0 where there are none.
-
-    Both are [rows, vocabulary]; the rows of `target` are distributions.
-    """
-    losses: Tensor = _SoftCrossEntropy.apply(logits, target)  # type: ignore[no-untyped-call]
-    return losses.sum() / max(len(losses), 1)
-
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    """The losses of the rows, f32 [rows]; keeps softmax(logits) - target, which is the gradient."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, logits: Tensor, target: Tensor) -> Tensor:
-        """See `soft_cross_entropy`."""
-        wide = logits.to(torch.float32, copy=True)  # the logits themselves stay as they are
-        norm = wide.logsumexp(-1, keepdim=True)
-        loss = norm[:, 0] - (wide * target).sum(-1)
-        wide.sub_(norm).exp_().sub_(target)
-        ctx.save_for_backward(wide.to(logits.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        """The gradient of the logits."""
-        (difference,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return difference * gradient[:, None].to(difference.dtype), None

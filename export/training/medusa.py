@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from specrun.export.training.batches import Batch
-from specrun.export.training.layers import soft_cross_entropy
+from specrun.export.training.distil import distil, ranks
 from specrun.export.training.scores import Scores
 from specrun.export.training.target_parts import TargetParts
 
@@ -48,12 +47,9 @@ class MedusaModel(nn.Module):
             z = normed[:, : ahead.shape[1]][wanted]
             for block in blocks:
                 z = z + nn.functional.silu(block(z))
-            logits = nn.functional.linear(z.to(self.parts.head.dtype), self.parts.head)
-            with torch.no_grad():
-                target = torch.softmax(self.parts.logits(ahead[wanted]).float(), -1)
-            total = total + STEP_WEIGHT**index * soft_cross_entropy(logits, target)
+            total = total + STEP_WEIGHT**index * distil(self.parts, z, ahead[wanted])
             if scores is not None:
                 written = self.parts.rows(batch.ahead(index + 2)[:, : ahead.shape[1]][wanted])
                 before = None if right is None else right[:, : ahead.shape[1]]
-                right = scores.add(index, wanted, logits, target, written, before)
+                right = scores.add(index, wanted, ranks(self.parts, z, ahead[wanted], written), before)
         return total

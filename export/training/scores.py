@@ -11,38 +11,22 @@ RANKS = 8
 class Scores:
     """Counts by depth: places whose path so far was right, and of those, the rank at which the target's token stood.
 
-    counts  f64 [depths, 1 + RANKS]: tried, then right at rank 0, 1, ...; of equal logits the first counts as better, as
-            the graphs take them
+    counts  f64 [depths, 1 + RANKS]: tried, then right at rank 0, 1, ...
     """
 
     def __init__(self, depths: int) -> None:
         self.counts = torch.zeros(depths, 1 + RANKS, dtype=torch.float64)
 
-    @torch.no_grad()
-    def add(
-        self, depth: int, wanted: Tensor, logits: Tensor, target: Tensor, written: Tensor, right: Tensor | None
-    ) -> Tensor:
+    def add(self, depth: int, wanted: Tensor, ranks: Tensor, right: Tensor | None) -> Tensor:
         """Count one depth; bool, like `wanted`: the path was right before, and the best candidate of this depth is.
 
-        wanted: places that count; logits and target [number of them, draft vocabulary]; written: i64 [number of them],
-        the token that stands there in the text, as a row of the draft vocabulary, -1 for one that it lacks; right:
-        where the path was right before, None for everywhere
-
-        The target's token is its most probable one. What the draft vocabulary lacks is known of the written token
-        alone, and no candidate is right there; of equal ones the written token is the target's.
+        wanted: places that count; ranks: i64 [number of them], as `rank_of_best` gives them; right: where the path was
+        right before, None for everywhere
         """
         reached = wanted if right is None else wanted & right
-        inside = reached[wanted]
-        known = written >= 0
-        most, best = target.max(-1)
-        place = written.clamp(min=0)
-        best = torch.where(known & (target.gather(-1, place[:, None])[:, 0] == most), place, best)
-        mine = logits.gather(-1, best[:, None])
-        earlier = torch.arange(logits.shape[-1], device=logits.device) < best[:, None]
-        ranks = ((logits > mine) | (logits == mine) & earlier).sum(-1)
-        ranks = torch.where(known, ranks, RANKS)
-        self.counts[depth, 0] += int(inside.sum())
-        self.counts[depth, 1:] += torch.bincount(ranks[inside].clamp(max=RANKS), minlength=RANKS + 1)[:RANKS].cpu()
+        inside = ranks[reached[wanted]]
+        self.counts[depth, 0] += len(inside)
+        self.counts[depth, 1:] += torch.bincount(inside.clamp(max=RANKS), minlength=RANKS + 1)[:RANKS].cpu()
         stands = torch.zeros_like(wanted)
         stands[wanted] = ranks == 0
         return stands & reached
@@ -63,3 +47,21 @@ class Scores:
             reach *= row[0]
             total += reach
         return total
+
+
+def rank_of_best(logits: Tensor, target: Tensor, written: Tensor) -> Tensor:
+    """At which rank of `logits` the target's most probable token stands, i64 [rows]; RANKS where it cannot.
+
+    logits and target [rows, draft vocabulary], the target's as logits or probabilities; written: i64 [rows], the token
+    that stands there in the text, as a row of the draft vocabulary, -1 for one that it lacks. What the vocabulary lacks
+    is known of the written token alone, and no candidate is right there; of equal ones the written token is the
+    target's. Of equal logits the first counts as better.
+    """
+    known = written >= 0
+    most, best = target.max(-1)
+    place = written.clamp(min=0)
+    best = torch.where(known & (target.gather(-1, place[:, None])[:, 0] == most), place, best)
+    mine = logits.gather(-1, best[:, None])
+    earlier = torch.arange(logits.shape[-1], device=logits.device) < best[:, None]
+    found = ((logits > mine) | (logits == mine) & earlier).sum(-1)
+    return torch.where(known, found, RANKS)

@@ -45,4 +45,8 @@ class TargetParts:
 
     def logits(self, residual: Tensor) -> Tensor:
         """The target's own logits over the draft vocabulary, from its last residual stream [..., hidden]."""
-        return self.normed(residual).to(self.head.dtype) @ self.head.T
+        return self.guess(self.normed(residual))
+
+    def guess(self, hidden: Tensor) -> Tensor:
+        """Logits over the draft vocabulary of what stands before the head, [..., hidden]."""
+        return hidden.to(self.head.dtype) @ self.head.T

@@ -15,7 +15,7 @@ from specrun.export.speculator_weights import Speculator
 from specrun.export.target_ends import TargetEnds
 from specrun.export.training import draft, eagle, medusa
 from specrun.export.training.batches import Batch
-from specrun.export.training.layers import soft_cross_entropy
+from specrun.export.training.distil import distil
 from specrun.export.training.scores import RANKS
 from specrun.export.training.target_parts import TargetParts
 
@@ -30,12 +30,12 @@ class Recorded:
         self.logits: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
         for module in (medusa, eagle, draft):
-            monkeypatch.setattr(module, "soft_cross_entropy", self._record)
+            monkeypatch.setattr(module, "distil", self._record)
 
-    def _record(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.logits.append(logits.detach().double().numpy())
-        self.targets.append(target.double().numpy())
-        return soft_cross_entropy(logits, target)
+    def _record(self, parts: TargetParts, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        self.logits.append(parts.guess(hidden.detach()).double().numpy())
+        self.targets.append(torch.softmax(parts.logits(residual).float(), -1).double().numpy())
+        return distil(parts, hidden, residual)
 
 
 def sizes_of(parts: TargetParts) -> dict[str, Any]:
