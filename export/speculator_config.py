@@ -12,6 +12,7 @@ METHODS = ("medusa", "eagle", "draft")
 MAX_HEADS = 32  # of a Medusa speculator: no deeper proposal is ever made
 MAX_BLOCKS = 16
 MAX_DRAFT_LAYERS = 64
+MEDUSA_LAYOUTS = ("medusa", "medusa-joined")
 EAGLE_LAYOUTS = ("joined", "eagle3", "eagle1")
 
 
@@ -28,10 +29,16 @@ class SpeculatorTarget:
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """`heads` stacks of `blocks` residual blocks z + silu(W z + b)."""
+    """`heads` stacks of `blocks` residual blocks z + silu(W z + b).
+
+    In the published layout, "medusa", they begin with the target's last residual stream. In "medusa-joined", which
+    specrun trains, with several taps and the newest token, joined as in EAGLE's layout "joined".
+    """
 
     heads: int
     blocks: int
+    layout: str = "medusa"
+    norm_epsilon: float = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +124,16 @@ def check_config(config: SpeculatorConfig, target: SpeculatorTarget, taps: tuple
     if isinstance(config, MedusaConfig):
         _check_range("config.heads", config.heads, 1, MAX_HEADS)
         _check_range("config.blocks", config.blocks, 1, MAX_BLOCKS)
+        if config.layout not in MEDUSA_LAYOUTS:
+            raise StrictJsonError(f"config.layout is {config.layout!r} and must be one of {', '.join(MEDUSA_LAYOUTS)}")
+        if not 0 < config.norm_epsilon < 1:
+            raise StrictJsonError("config.norm_epsilon must lie in (0, 1)")
     else:
         _check_layers(config)
     if isinstance(config, DraftConfig):
         _check_range("config.layers", config.layers, 1, MAX_DRAFT_LAYERS)
         fitting, wanted = not taps, "be empty: a draft reads no features"
-    elif isinstance(config, EagleConfig) and config.layout != "eagle1":
+    elif config.layout not in ("medusa", "eagle1"):
         fitting, wanted = bool(taps), "name at least one layer"
     else:
         fitting, wanted = taps == (target.layers,), f"be [{target.layers}], the target's last residual stream"
@@ -172,6 +183,10 @@ def tensor_rules(
                 rules[f"heads.{index}.blocks.{block}.weight"] = TensorRule("matrix", (hidden, hidden))
                 rules[f"heads.{index}.blocks.{block}.bias"] = TensorRule("vector", (hidden,))
             rules[f"heads.{index}.head"] = head
+        if config.layout == "medusa-joined":
+            rules["embedding"] = TensorRule("matrix", (target.vocabulary, hidden), optional=True)
+            rules["final_norm"] = TensorRule("vector", (hidden,))
+            rules |= _taps_rules(hidden, taps) | _join_rules(hidden)
         return rules
     rules["embedding"] = TensorRule("matrix", (target.vocabulary, hidden), optional=True)
     rules["head"] = head
@@ -182,19 +197,31 @@ def tensor_rules(
         rules["final_norm"] = TensorRule("vector", (hidden,))
         return rules
     if config.layout != "eagle1":
-        rules["fc"] = TensorRule("matrix", (hidden, len(taps) * hidden))
-        rules["tap_norms"] = TensorRule("vector", (len(taps), hidden), optional=True)
+        rules |= _taps_rules(hidden, taps)
         rules["input_norm"] = TensorRule("vector", (hidden,))
         rules["hidden_norm"] = TensorRule("vector", (hidden,))
         rules["final_norm"] = TensorRule("vector", (hidden,))
         if config.layout == "eagle3":
             return rules | _layer_rules(config, hidden, 2 * hidden)
-        rules["embedding_norm"] = TensorRule("vector", (hidden,))
-        rules["join"] = TensorRule("matrix", (hidden, 2 * hidden))
-        return rules | _layer_rules(config, hidden, hidden)
+        return rules | _join_rules(hidden) | _layer_rules(config, hidden, hidden)
     rules["fc"] = TensorRule("matrix", (hidden, 2 * hidden))
     rules["fc_bias"] = TensorRule("vector", (hidden,), optional=True)
     return rules | _layer_rules(config, hidden, hidden)
+
+
+def _taps_rules(hidden: int, taps: tuple[int, ...]) -> dict[str, TensorRule]:
+    return {
+        "fc": TensorRule("matrix", (hidden, len(taps) * hidden)),
+        "tap_norms": TensorRule("vector", (len(taps), hidden), optional=True),
+    }
+
+
+def _join_rules(hidden: int) -> dict[str, TensorRule]:
+    return {
+        "embedding_norm": TensorRule("vector", (hidden,)),
+        "hidden_norm": TensorRule("vector", (hidden,)),
+        "join": TensorRule("matrix", (hidden, 2 * hidden)),
+    }
 
 
 def _layer_rules(config: EagleConfig | DraftConfig, hidden: int, attention_input: int) -> dict[str, TensorRule]:

@@ -29,32 +29,43 @@ _Shape = list[int | str]
 def build_medusa(config: MedusaConfig, parts: SpeculatorParts, file: WeightFile) -> ir.Model:
     """The graph of a Medusa speculator: every head from one feature, a row of logits each.
 
-    features   f32 [1, hidden]: the target's last residual stream at the newest position that it has run; the graph
-               applies the target's final norm. Head j guesses the token j + 2 places after that position.
-    Besides the common inputs and outputs, with rows = heads.
+    features   f32 [1, taps * hidden]: the target's residual streams at the newest position that it has run. Head j
+               guesses the token j + 2 places after that position.
+    input_ids  i64 [1]: the token after that position; in the layout "medusa-joined" only
+    Besides the common inputs and outputs, with rows = heads. In the layout "medusa" the one tap is the last residual
+    stream, to which the graph applies the target's final norm.
     """
     b = GraphBuilder(file)
     hidden, draft = parts.speculator.target.hidden, parts.speculator.draft_vocabulary
-    features = _value("features", _F32, [1, hidden])
+    taps = len(parts.speculator.taps)
+    inputs = {"features": _value("features", _F32, [1, taps * hidden])}
     choice = _choice_inputs(draft)
 
     b.scope("medusa")
-    normed = b.norm(features, b.weight(parts.target_norm()), parts.target_epsilon)
+    if config.layout == "medusa":
+        shared = b.norm(inputs["features"], b.weight(parts.target_norm()), parts.target_epsilon)
+    else:
+        inputs["input_ids"] = _value("input_ids", _I64, [1])
+        x = _combined_taps(b, parts, inputs["features"], taps, config.norm_epsilon)
+        shared = _joined(b, parts, b.embed(inputs["input_ids"], parts.embedding()), x, config.norm_epsilon)
+    final = None if config.layout == "medusa" else b.weight(parts.vector("final_norm"))
     own_head = "heads.0.head" in parts.speculator
     rows = []
     for head in range(config.heads):
         b.scope(f"heads.{head}")
-        z = normed
+        z = shared
         for block in range(config.blocks):
             name = f"heads.{head}.blocks.{block}"
             step = b.linear(z, parts.linear(f"{name}.weight", f"{name}.bias"))
             z = b.op("Add", [z, _silu(b, step)])
+        if final is not None:
+            z = b.norm(z, final, config.norm_epsilon)
         rows.append(b.linear(z, parts.linear(f"heads.{head}.head")) if own_head else z)
     b.scope("head")
     joined = b.op("Concat", [*rows], axis=0)
     logits = joined if own_head else b.linear(joined, parts.head())
     outputs = _choose(b, logits, choice, parts.vocabulary(), [config.heads, draft])
-    return b.finish([features, *choice.values()], outputs, "medusa")
+    return b.finish([*inputs.values(), *choice.values()], outputs, "medusa")
 
 
 def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -> ir.Model:
@@ -111,8 +122,7 @@ def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -
         both = [normed(embedded, "input_norm"), normed(x, "hidden_norm")]
         residual, attention_input = x, b.op("Concat", [*both], axis=-1)
     elif config.layout == "joined":
-        both = [normed(embedded, "embedding_norm"), normed(x, "hidden_norm")]
-        residual = b.linear(b.op("Concat", [*both], axis=-1), parts.linear("join"))
+        residual = _joined(b, parts, embedded, x, config.norm_epsilon)
         attention_input = normed(residual, "input_norm")
     else:
         residual = b.linear(b.op("Concat", [embedded, x], axis=-1), parts.linear("fc", "fc_bias"))
@@ -141,11 +151,25 @@ def _features(b: GraphBuilder, config: EagleConfig, parts: SpeculatorParts, feat
     """The target's features [n, taps * hidden] in the form of a recycled one, [n, hidden]."""
     if config.layout == "eagle1":
         return b.norm(features, b.weight(parts.target_norm()), parts.target_epsilon)
+    return _combined_taps(b, parts, features, taps, config.norm_epsilon)
+
+
+def _combined_taps(b: GraphBuilder, parts: SpeculatorParts, features: ir.Value, taps: int, epsilon: float) -> ir.Value:
+    """Residual streams [n, taps * hidden] through `fc`, each normalised before where there are norms: [n, hidden]."""
     if norms := parts.tap_norms():
         split = b.op_multi("Split", [features], taps, axis=-1, num_outputs=taps) if taps > 1 else [features]
-        normed = [b.norm(tap, b.weight(gamma), config.norm_epsilon) for tap, gamma in zip(split, norms, strict=True)]
+        normed = [b.norm(tap, b.weight(gamma), epsilon) for tap, gamma in zip(split, norms, strict=True)]
         features = b.op("Concat", [*normed], axis=-1)
     return b.linear(features, parts.linear("fc"))
+
+
+def _joined(b: GraphBuilder, parts: SpeculatorParts, embedded: ir.Value, x: ir.Value, epsilon: float) -> ir.Value:
+    """The token's embedding and x, both [..., hidden], normalised and through `join`."""
+    both = [
+        b.norm(embedded, b.weight(parts.vector("embedding_norm")), epsilon),
+        b.norm(x, b.weight(parts.vector("hidden_norm")), epsilon),
+    ]
+    return b.linear(b.op("Concat", [*both], axis=-1), parts.linear("join"))
 
 
 def _attention(

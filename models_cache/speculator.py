@@ -45,6 +45,7 @@ VOCABULARY_NAME = "vocabulary.i32"
 # Layout of the graph -> (method, the graphs that there must be).
 LAYOUTS = {
     "medusa": ("medusa", {"speculator"}),
+    "medusa-joined": ("medusa", {"speculator"}),
     "joined": ("eagle", {"speculator"}),
     "eagle3": ("eagle", {"speculator"}),
     "eagle1": ("eagle", {"speculator"}),
@@ -77,7 +78,7 @@ class SpeculatorSizes:
 class SpeculatorManifest:
     """Everything that the runtime must know of a speculator.
 
-    layout: "medusa", "draft", or one of EAGLE's: "joined", "eagle3", "eagle1". taps: the target's residual
+    layout: "draft", or one of Medusa's or EAGLE's (`LAYOUTS`). taps: the target's residual
     streams that its `features` holds, in this order. acceptance[depth][rank]: the chance that the candidate of that
     rank is the target's token, the path so far being right. shipped: it came with specrun, so a newer one may take its
     place. files: name inside its folder -> size and digest.
@@ -133,7 +134,7 @@ def _check(manifest: SpeculatorManifest) -> None:
     check_digest("the target", manifest.target_digest)
     check_files(manifest.files, manifest.graphs)
     sizes = manifest.sizes
-    lowest = 0 if manifest.layout == "medusa" else 1
+    lowest = 0 if manifest.method == "medusa" else 1
     for entry in dataclasses.fields(SpeculatorSizes):
         low = 1 if entry.name in ("hidden", "vocabulary", "draft_vocabulary", "depth") else lowest
         check_range(f"sizes.{entry.name}", getattr(sizes, entry.name), low, MAX_SIZE)

@@ -125,37 +125,45 @@ class _HeadSession:
 
 
 class MedusaSession(_HeadSession):
-    """A Medusa speculator: all heads from one feature row, f32 [feature_width]."""
+    """A Medusa speculator: all heads from one feature row, f32 [feature_width], and perhaps the token after it."""
 
     def __init__(self, name: str, onnx_session: Any, *, heads: int, feature_width: int, draft_vocabulary: int) -> None:
         super().__init__(name, onnx_session, draft_vocabulary)
         self.heads = heads
         self._width = feature_width
         check_shapes(name, onnx_session, {"features": (None, feature_width), "noise": (None, draft_vocabulary)})
+        self._reads_token = any(value.name == "input_ids" for value in onnx_session.get_inputs())
 
     @property
     def kv_bytes(self) -> int:
         """Medusa keeps nothing."""
         return 0
 
-    def run(self, feature: Features, choice: Choice = PLAIN) -> Candidates:
-        """Candidates of every head: row j guesses the token j + 2 places after the feature's."""
+    def run(self, feature: Features, token: int, choice: Choice = PLAIN) -> Candidates:
+        """Candidates of every head: row j guesses the token j + 2 places after the feature's.
+
+        token: the one after the feature's, which not all heads look at.
+        """
         noisy = choice.noise is not None
         key = (int(choice.logits), int(noisy))
         frame = self._frames.get(key)
         if frame is None:
-            inputs = {"features": np.zeros((1, self._width), np.float32)}
+            inputs: dict[str, NDArray[Any]] = {"features": np.zeros((1, self._width), np.float32)}
+            if self._reads_token:
+                inputs["input_ids"] = np.zeros(1, np.int64)
             inputs |= self._choice_inputs(self.heads if noisy else 1)
             frame = self._keep(
                 key, _Frame(self._onnx_session, inputs, self._choice_outputs(self.heads, choice.logits), {})
             )
         frame.inputs["features"][0] = feature
+        if self._reads_token:
+            frame.inputs["input_ids"][0] = token
         return self._run(frame, choice)
 
     def measure(self) -> float:
         """Seconds of a run, the fastest of a few."""
         feature = np.zeros(self._width, np.float32)
-        return min(_timed(lambda: self.run(feature)) for _ in range(MEASURED_RUNS))
+        return min(_timed(lambda: self.run(feature, 0)) for _ in range(MEASURED_RUNS))
 
     def close(self) -> None:
         """Free the session."""

@@ -10,11 +10,12 @@ from specrun.export.training.distil import distil, ranks
 from specrun.export.training.layers import Attention, Mlp, RMSNorm, Rotary
 from specrun.export.training.scores import Scores
 from specrun.export.training.target_parts import TargetParts
+from specrun.export.training.trunk import Trunk
 
 STEP_WEIGHT = 0.8  # of the loss of a step against that of the step before
 
 
-class EagleModel(nn.Module):
+class EagleModel(Trunk):
     """One layer that predicts the target's next residual stream from the last ones and the newest token.
 
     Slot i holds the target's features of token i, or the layer's own output for slot i - 1, and token i + 1; its output
@@ -22,51 +23,25 @@ class EagleModel(nn.Module):
     """
 
     def __init__(self, parts: TargetParts, taps: int) -> None:
-        super().__init__()
-        hidden = parts.hidden
-        self.parts = parts
-        self.taps = taps
-        self.tap_norms = [RMSNorm(hidden, parts.epsilon) for _ in range(taps)]
-        for index, norm in enumerate(self.tap_norms):
-            self.add_module(f"tap_norm_{index}", norm)
-        self.fc = nn.Linear(taps * hidden, hidden, bias=False)
-        self.embedding_norm = RMSNorm(hidden, parts.epsilon)
-        self.hidden_norm = RMSNorm(hidden, parts.epsilon)
-        self.join = nn.Linear(2 * hidden, hidden, bias=False)
-        self.input_norm = RMSNorm(hidden, parts.epsilon)
-        self.attention = Attention(hidden, parts.heads, parts.kv_heads, parts.head_dim)
-        self.mlp_norm = RMSNorm(hidden, parts.epsilon)
-        self.mlp = Mlp(hidden, parts.intermediate)
-        self.final_norm = RMSNorm(hidden, parts.epsilon)
+        super().__init__(parts, taps)
+        self.input_norm = RMSNorm(parts.hidden, parts.epsilon)
+        self.attention = Attention(parts.hidden, parts.heads, parts.kv_heads, parts.head_dim)
+        self.mlp_norm = RMSNorm(parts.hidden, parts.epsilon)
+        self.mlp = Mlp(parts.hidden, parts.intermediate)
         with torch.no_grad():
-            self.fc.weight.zero_()
-            self.fc.weight[:, -hidden:] = torch.eye(hidden)  # the last residual stream alone, as a beginning
-            self.join.weight.normal_(0, 0.02)
-            self.join.weight[:, hidden:] += torch.eye(hidden)
             for linear in (self.attention.output, self.mlp.down):
                 linear.weight.mul_(0.5)
-            self.final_norm.weight.fill_(float(parts.final_norm.square().mean().sqrt()))
-            self.tap_norms[-1].weight.copy_(parts.final_norm / parts.final_norm.square().mean().sqrt())
 
     def tensors(self) -> dict[str, Tensor]:
         """The speculator's tensors by name; the matrices are the parameters themselves."""
-        vectors = {"tap_norms": torch.stack([norm.weight for norm in self.tap_norms])}
-        for name in ("embedding_norm", "hidden_norm", "input_norm", "mlp_norm", "final_norm"):
-            vectors[name] = getattr(self, name).weight
-        return vectors | {
-            "fc": self.fc.weight,
-            "join": self.join.weight,
+        return self.trunk_tensors() | {
+            "input_norm": self.input_norm.weight,
+            "mlp_norm": self.mlp_norm.weight,
             "qkv": self.attention.qkv.weight,
             "output": self.attention.output.weight,
             "gate_up": self.mlp.gate_up.weight,
             "down": self.mlp.down.weight,
         }
-
-    def combine(self, features: Tensor) -> Tensor:
-        """Features [rows, length, taps * hidden] -> [rows, length, hidden]."""
-        taps = features.float().chunk(self.taps, dim=-1)
-        combined: Tensor = self.fc(torch.cat([norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)], -1))
-        return combined
 
     def losses(self, batch: Batch, steps: int, scores: Scores | None = None) -> Tensor:
         """The loss over `steps` steps; `scores` counts how often each was right.
@@ -74,7 +49,7 @@ class EagleModel(nn.Module):
         Step 0 uses the target's features; each later one the layer's own output of the step before, at the slot before.
         """
         rotary = Rotary(self.parts.head_dim, self.parts.rope_theta, batch.positions)
-        embedded = self.embedding_norm(self.parts.embedding[batch.tokens[:, 1:]])
+        embedded = self.embed(batch.tokens[:, 1:])
         last = batch.features[:, 1:, -self.parts.hidden :]
         x = self.combine(batch.features[:, :-1])
         mask = batch.mask()
@@ -105,7 +80,7 @@ class EagleModel(nn.Module):
     def _layer(
         self, x: Tensor, embedded: Tensor, rotary: Rotary, mask: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        joined = self.join(torch.cat([embedded.to(x.dtype), self.hidden_norm(x)], dim=-1))
+        joined = self.joined(x, embedded)
         query, key, value = self.attention.project(self.input_norm(joined), rotary)
         if keys:
             mixed = _chain_attention(query, [*keys, key], [*values, value], mask)

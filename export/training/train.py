@@ -219,7 +219,7 @@ def speculator_config(method: str, bundle: Bundle, ends: TargetEnds) -> tuple[Sp
     config: SpeculatorConfig
     taps: tuple[int, ...] = ()
     if method == "medusa":
-        config, taps = MedusaConfig(DEPTH, MEDUSA_BLOCKS), (sizes.layers,)
+        config, taps = MedusaConfig(DEPTH, MEDUSA_BLOCKS, "medusa-joined", ends.norm_epsilon), features.taps
     elif method == "eagle":
         config, taps = EagleConfig("joined", **shape), features.taps
     elif method == "draft":
@@ -240,12 +240,12 @@ def speculator_config(method: str, bundle: Bundle, ends: TargetEnds) -> tuple[Sp
 def _method(method: str, bundle: Bundle, parts: TargetParts, device: torch.device) -> Method:
     sizes = bundle.manifest.sizes
     last = (sizes.layers,)
+    assert bundle.manifest.features is not None
+    taps = bundle.manifest.features.taps
     if method == "medusa":
-        medusa = MedusaModel(parts, DEPTH, MEDUSA_BLOCKS).to(device)
-        return Method(medusa, medusa.losses, _counting(medusa.losses), last)
+        medusa = MedusaModel(parts, len(taps), DEPTH, MEDUSA_BLOCKS).to(device)
+        return Method(medusa, medusa.losses, _counting(medusa.losses), taps)
     if method == "eagle":
-        assert bundle.manifest.features is not None
-        taps = bundle.manifest.features.taps
         eagle = EagleModel(parts, len(taps)).to(device)
         return Method(
             eagle,

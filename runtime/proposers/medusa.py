@@ -21,7 +21,9 @@ WIDEST_LEVEL = 16  # candidates looked at in one depth
 
 
 class MedusaProposer:
-    """One run of the heads a round; the candidates of head j stand at depth j + 1 below every path.
+    """One run of the heads a round, on the newest feature and, where they look at it, the newest token.
+
+    The candidates of head j stand at depth j + 1 below every path.
 
     Which of them are proposed depends on how sure the heads are, in the light of how often they stood when they were
     that sure. Draws (the rejection rule) may not be chosen by what they are: they fill the shape that is best on
@@ -92,7 +94,7 @@ class MedusaProposer:
             return Planned(EMPTY, 1.0, self._planner.costs[0])
         heads = self._session.heads
         choice = self._sampling.choice(*range(len(context), len(context) + heads))
-        candidates = self._session.run(self._feature, choice)
+        candidates = self._session.run(self._feature, context[-1], choice)
         sureness = self._sampling.sureness(candidates, choice)
         if self._sampling.drawn or self._planner.fixed is not None:
             planned = self._fill(candidates, sureness, self._best_shape(depth))

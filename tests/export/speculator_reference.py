@@ -113,18 +113,26 @@ def plain_choice(draft: int, top_k: int = 4) -> dict[str, np.ndarray]:
     }
 
 
-def reference_medusa(speculator: Speculator, ends: TargetEnds, feature: np.ndarray) -> np.ndarray:
+def reference_medusa(speculator: Speculator, ends: TargetEnds, feature: np.ndarray, token: int) -> np.ndarray:
     """Logits f64 [heads, draft]."""
     config = speculator.config
     assert isinstance(config, MedusaConfig)
+    if config.layout == "medusa":
+        shared = _norm(feature, ends.final_norm, ends.norm_epsilon)
+    else:
+        table = speculator.tensor("embedding") if "embedding" in speculator else ends.embedding.weight
+        embedded = table[[token]].astype(np.float64)
+        shared = _join(speculator, embedded, _combine(speculator, feature, config.norm_epsilon), config.norm_epsilon)
     rows = []
     for head in range(config.heads):
-        z = _norm(feature, ends.final_norm, ends.norm_epsilon)
+        z = shared
         for block in range(config.blocks):
             name = f"heads.{head}.blocks.{block}"
             z = z + _silu(
                 z @ speculator.tensor(f"{name}.weight").T.astype(np.float64) + speculator.tensor(f"{name}.bias")
             )
+        if config.layout != "medusa":
+            z = _norm(z, speculator.tensor("final_norm"), config.norm_epsilon)
         own = f"heads.{head}.head"
         matrix = speculator.tensor(own) if own in speculator else _cut_head(speculator, ends)
         rows.append(z @ matrix.T)
@@ -135,22 +143,20 @@ def reference_eagle(
     speculator: Speculator, ends: TargetEnds, features: np.ndarray, recycled: np.ndarray, tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(logits f64 [slots, draft], hidden f64 [slots, hidden]) of a chain from slot 0 on."""
-    config, hidden = speculator.config, speculator.target.hidden
+    config = speculator.config
     assert isinstance(config, EagleConfig)
     t = speculator.tensor
     epsilon = config.norm_epsilon
     table = t("embedding") if "embedding" in speculator else ends.embedding.weight
     embedded = table[tokens].astype(np.float64)
     if config.layout != "eagle1":
-        if "tap_norms" in speculator:
-            taps = features.reshape(features.shape[0], -1, hidden)
-            features = _norm(taps, t("tap_norms"), epsilon).reshape(features.shape)
-        x = np.concatenate([features @ t("fc").T.astype(np.float64), recycled])
-        name = "input_norm" if config.layout == "eagle3" else "embedding_norm"
-        joined = np.concatenate([_norm(embedded, t(name), epsilon), _norm(x, t("hidden_norm"), epsilon)], -1)
+        x = np.concatenate([_combine(speculator, features, epsilon), recycled])
         if config.layout == "joined":
-            x = joined @ t("join").T.astype(np.float64)
+            x = _join(speculator, embedded, x, epsilon)
             joined = _norm(x, t("input_norm"), epsilon)
+        else:
+            both = [_norm(embedded, t("input_norm"), epsilon), _norm(x, t("hidden_norm"), epsilon)]
+            joined = np.concatenate(both, -1)
     else:
         features = np.concatenate([_norm(features, ends.final_norm, ends.norm_epsilon), recycled])
         x = np.concatenate([embedded, features], -1) @ t("fc").T.astype(np.float64)
@@ -161,6 +167,21 @@ def reference_eagle(
     x = x + _mlp(speculator, "", _norm(x, t("mlp_norm"), epsilon))
     final = _norm(x, t("final_norm"), epsilon) if config.layout != "eagle1" else x
     return final @ _cut_head(speculator, ends).T, x
+
+
+def _combine(speculator: Speculator, features: np.ndarray, epsilon: float) -> np.ndarray:
+    if "tap_norms" in speculator:
+        taps = features.reshape(features.shape[0], -1, speculator.target.hidden)
+        features = _norm(taps, speculator.tensor("tap_norms"), epsilon).reshape(features.shape)
+    return features @ speculator.tensor("fc").T.astype(np.float64)
+
+
+def _join(speculator: Speculator, embedded: np.ndarray, x: np.ndarray, epsilon: float) -> np.ndarray:
+    both = [
+        _norm(embedded, speculator.tensor("embedding_norm"), epsilon),
+        _norm(x, speculator.tensor("hidden_norm"), epsilon),
+    ]
+    return np.concatenate(both, -1) @ speculator.tensor("join").T.astype(np.float64)
 
 
 def reference_draft(speculator: Speculator, ends: TargetEnds, tokens: list[int]) -> np.ndarray:

@@ -14,7 +14,7 @@ import pytest
 from specrun.export import speculator_parts
 from specrun.export.graph import build_target, feature_taps
 from specrun.export.quantize import FloatMatrix, Matrix
-from specrun.export.speculator_config import EAGLE_LAYOUTS, DraftConfig
+from specrun.export.speculator_config import EAGLE_LAYOUTS, MEDUSA_LAYOUTS, DraftConfig
 from specrun.export.speculator_parts import SpeculatorParts, model_config
 from specrun.export.speculator_weights import Speculator
 from specrun.export.target_ends import dequantize_matrix
@@ -82,13 +82,16 @@ def inputs_for(speculator: Speculator, features: int, recycled: int) -> tuple[np
 
 @pytest.mark.parametrize("own", [(), OWN_HEADS])
 @pytest.mark.parametrize("draft_vocabulary", [120, None])
-def test_medusa(own: tuple[str, ...], draft_vocabulary: int | None, check: Check, tmp_path: Path) -> None:
-    speculator = tiny_speculator("medusa", draft_vocabulary=draft_vocabulary, with_optional=own)
+@pytest.mark.parametrize("layout", MEDUSA_LAYOUTS)
+def test_medusa(layout: str, own: tuple[str, ...], draft_vocabulary: int | None, check: Check, tmp_path: Path) -> None:
+    optional = (*own, "tap_norms") if layout == "medusa-joined" else own
+    speculator = tiny_speculator(layout, draft_vocabulary=draft_vocabulary, with_optional=optional)
     session = open_session(write_graph(speculator, ENDS, tmp_path / "graph"))
     feature, _ = inputs_for(speculator, 1, 0)
     choice = plain_choice(speculator.draft_vocabulary)
-    tokens, log_probs, logits = session.run(None, {"features": feature, **choice})
-    check(logits, reference_medusa(speculator, ENDS, feature))
+    token = {"input_ids": np.array(TOKENS[:1], np.int64)} if layout == "medusa-joined" else {}
+    tokens, log_probs, logits = session.run(None, {"features": feature, **token, **choice})
+    check(logits, reference_medusa(speculator, ENDS, feature, TOKENS[0]))
     check_choice(speculator, logits, tokens, log_probs)
 
 

@@ -49,8 +49,8 @@ def test_attached(layout: str, bundle: Bundle, tmp_path: Path) -> None:
     manifest, sizes = made.manifest, made.manifest.sizes
     assert (manifest.method, manifest.layout, manifest.taps) == (speculator.method, layout, speculator.taps)
     assert (sizes.hidden, sizes.vocabulary, sizes.draft_vocabulary) == (64, 300, 120)
-    assert (sizes.depth, sizes.layers) == {"medusa": (3, 0), "draft": (1, 2)}.get(layout, (1, 1))
-    assert sizes.positions == (0 if layout == "medusa" else bundle.manifest.kv.positions)
+    assert (sizes.depth, sizes.layers) == {"medusa": (3, 0), "draft": (1, 2)}.get(manifest.method, (1, 1))
+    assert sizes.positions == (0 if manifest.method == "medusa" else bundle.manifest.kv.positions)
     assert manifest.acceptance == speculator.acceptance
     np.testing.assert_array_equal(made.vocabulary(), speculator.vocabulary)
     assert {JSON_NAME, TENSORS_NAME, "report.svg"} <= set(manifest.files)
@@ -86,7 +86,7 @@ def test_its_graph_has_the_ends_of_the_target(precision: str, tiny_source: Path)
     session = open_session(attach_speculator(bundle, speculator).graph_path())
     feature = rng.standard_normal((1, 64)).astype(np.float32)
     (logits,) = session.run(["logits"], {"features": feature, **plain_choice(120)})
-    close_in_8_bits(logits, reference_medusa(speculator, ends, feature))
+    close_in_8_bits(logits, reference_medusa(speculator, ends, feature, 0))
 
 
 def test_names_and_replacement(bundle: Bundle, tmp_path: Path) -> None:

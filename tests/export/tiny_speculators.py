@@ -17,7 +17,7 @@ from specrun.export.speculator_config import (
 )
 from specrun.export.speculator_weights import Speculator, Tensor, quantized
 
-LAYOUTS = ("medusa", "joined", "eagle3", "eagle1", "draft")
+LAYOUTS = ("medusa", "medusa-joined", "joined", "eagle3", "eagle1", "draft")
 DRAFT_VOCABULARY = 120
 
 
@@ -26,8 +26,8 @@ def tiny_target(hidden: int = 64, layers: int = 2, vocabulary: int = 300, **sour
 
 
 def tiny_config(layout: str) -> SpeculatorConfig:
-    if layout == "medusa":
-        return MedusaConfig(heads=3, blocks=2)
+    if layout.startswith("medusa"):
+        return MedusaConfig(heads=3, blocks=2, layout=layout)
     sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
     sizes |= {"rope_theta": 10000.0, "norm_epsilon": 1e-5}
     return DraftConfig(layers=2, **sizes) if layout == "draft" else EagleConfig(layout=layout, **sizes)
@@ -47,7 +47,7 @@ def tiny_speculator(
     target = target or tiny_target()
     config = tiny_config(layout)
     if taps is None:
-        taps = {"draft": (), "eagle3": (0, 1), "joined": (0, 1)}.get(layout, (target.layers,))
+        taps = {"draft": (), "eagle3": (0, 1), "joined": (0, 1), "medusa-joined": (0, 1)}.get(layout, (target.layers,))
     rng = np.random.default_rng(seed)
     tensors: dict[str, Tensor] = {}
     if draft_vocabulary is not None:
@@ -62,7 +62,7 @@ def tiny_speculator(
         else:
             tensors |= {name: values * np.float32(0.15)} if plain else quantized(name, values * np.float32(0.15))
     return Speculator(
-        method="eagle" if layout in EAGLE_LAYOUTS else layout,
+        method="eagle" if layout in EAGLE_LAYOUTS else layout.removesuffix("-joined"),
         name=f"tiny-{layout}",
         licence="apache-2.0",
         target=target,

@@ -61,10 +61,12 @@ def speculator(
 
 
 def random_heads(bundle: Bundle) -> None:
-    """medusa, eagle, eagle1 of random weights, over a cut vocabulary, and draft: the target's own layers in 8 bits."""
+    """medusa, medusa1, eagle, eagle1: random, over a cut vocabulary; draft: the target's own layers in 8 bits."""
     cut = [2, 40, 80, 120, *range(1, 276, 2)]
     hidden = bundle.manifest.sizes.hidden
-    attach_speculator(bundle, speculator(bundle, "medusa", MedusaConfig(3, 2), vocabulary=sorted(cut)))
+    joined = MedusaConfig(3, 2, "medusa-joined")
+    attach_speculator(bundle, speculator(bundle, "medusa", joined, vocabulary=sorted(cut), taps=(0, 2)))
+    attach_speculator(bundle, speculator(bundle, "medusa1", MedusaConfig(3, 2), vocabulary=sorted(cut)))
     attach_speculator(bundle, speculator(bundle, "eagle", EagleConfig("eagle3", **SIZES), taps=(0, 1), seed=4))
     attach_speculator(bundle, speculator(bundle, "eagle1", EagleConfig("eagle1", **SIZES), vocabulary=sorted(cut)))
     config = DraftConfig(layers=2, **SIZES)

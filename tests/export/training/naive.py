@@ -45,7 +45,7 @@ def sizes_of(parts: TargetParts) -> dict[str, Any]:
 
 def config_of(model: medusa.MedusaModel | eagle.EagleModel | draft.DraftModel) -> SpeculatorConfig:
     if isinstance(model, medusa.MedusaModel):
-        return MedusaConfig(len(model.heads), len(model.heads[0]))
+        return MedusaConfig(len(model.heads), len(model.heads[0]), "medusa-joined", model.parts.epsilon)
     sizes = sizes_of(model.parts)
     return EagleConfig("joined", **sizes) if isinstance(model, eagle.EagleModel) else DraftConfig(2, **sizes)
 
@@ -56,7 +56,7 @@ def speculator_of(
     """The speculator with a model's weights as they are, f32, or with `tensors`."""
     parts = model.parts
     config = config_of(model)
-    taps = {"MedusaConfig": (1,), "EagleConfig": (0, 1), "DraftConfig": ()}[type(config).__name__]
+    taps = {"MedusaConfig": (0, 1), "EagleConfig": (0, 1), "DraftConfig": ()}[type(config).__name__]
     if tensors is None:
         tensors = {name: tensor.detach().numpy() for name, tensor in model.tensors().items()}
         tensors["vocabulary"] = parts.vocabulary.numpy().astype(np.int32)

@@ -100,7 +100,7 @@ def test_eagle(
 def test_medusa(
     stored: Callable[[Model], Speculator], parts: TargetParts, batch: Batch, recorded: Recorded, tmp_path: Path
 ) -> None:
-    model = MedusaModel(parts, STEPS, 2)
+    model = MedusaModel(parts, TAPS, STEPS, 2)
     shaken(model)
     speculator = stored(model)
     model.losses(batch)
@@ -108,8 +108,9 @@ def test_medusa(
     choice = plain_choice(speculator.draft_vocabulary)
     found, expected = [], []
     for place in range(LENGTH - STEPS):
-        feature = batch.features[0, place : place + 1, -HIDDEN:].float().numpy()
-        _, _, logits = session.run(None, {"features": feature, **choice})
+        feature = batch.features[0, place : place + 1].float().numpy()
+        token = batch.tokens[0, place + 1 : place + 2].numpy()
+        _, _, logits = session.run(None, {"features": feature, "input_ids": token, **choice})
         found.append(logits)
         expected.append(np.stack([recorded.logits[head][place] for head in range(STEPS)]))
     check(stored, found, expected)

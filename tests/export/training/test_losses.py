@@ -81,17 +81,18 @@ def test_eagle_is_drafting_slot_by_slot(parts: TargetParts, batch: Batch, record
 
 
 def test_medusa(parts: TargetParts, batch: Batch, recorded: Recorded) -> None:
-    model = MedusaModel(parts, STEPS, 2)
+    model = MedusaModel(parts, TAPS, STEPS, 2)
     shaken(model)
     scores = Scores(STEPS)
     loss = float(model.losses(batch, scores).detach())
     speculator, ends = speculator_of(model), ends_of(parts)
-    residual = batch.features[..., -HIDDEN:].float().numpy()
+    features = batch.features.float().numpy()
     logits: dict[Key, np.ndarray] = {}
     wanted: list[list[tuple[int, int]]] = [[] for _ in range(STEPS)]
     for row, places in pieces(batch):
-        for place in places:
-            rows = reference_medusa(speculator, ends, residual[row, place : place + 1])
+        for place in places[:-1]:
+            token = int(batch.tokens[row, place + 1])
+            rows = reference_medusa(speculator, ends, features[row, place : place + 1], token)
             for head in range(STEPS):
                 if answered(batch, row, places, place + head + 2):
                     wanted[head].append((row, place))
@@ -141,7 +142,7 @@ def test_the_targets_distribution_is_that_of_its_feature(parts: TargetParts, bat
 
 def test_a_batch_without_answers_gives_no_loss(parts: TargetParts, batch: Batch) -> None:
     batch.answer[:] = False
-    for model in (EagleModel(parts, TAPS), MedusaModel(parts, STEPS, 2), DraftModel(parts, 2)):
+    for model in (EagleModel(parts, TAPS), MedusaModel(parts, TAPS, STEPS, 2), DraftModel(parts, 2)):
         scores = Scores(STEPS)
         arguments = () if isinstance(model, MedusaModel) else (STEPS,)
         loss = model.losses(batch, *arguments, scores)
@@ -153,7 +154,7 @@ def test_a_batch_without_answers_gives_no_loss(parts: TargetParts, batch: Batch)
 
 def test_nothing_is_made_on_another_device(parts: TargetParts, batch: Batch) -> None:
     """What losses make without saying where lands on the default device: here one that nothing can be mixed with."""
-    models = (EagleModel(parts, TAPS), MedusaModel(parts, STEPS, 2), DraftModel(parts, 2))
+    models = (EagleModel(parts, TAPS), MedusaModel(parts, TAPS, STEPS, 2), DraftModel(parts, 2))
     scores = Scores(STEPS)
     with torch.device("meta"):
         for model in models:
