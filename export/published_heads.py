@@ -120,7 +120,7 @@ class _Reader:
                 self._matrix(f"{name}.weight", [f"{place}.weight"])
                 self._vector(f"{name}.bias", f"{place}.bias")
             if own:
-                self._store(f"heads.{head}.head", self._rows(self._take(f"{head}.{blocks}.weight")))
+                self._store(f"heads.{head}.head", self._rows(self._take_matrix(f"{head}.{blocks}.weight")))
         # Heads that the configuration leaves out are not missed.
         beyond = [name for name in self._left if (match := _HEAD.match(name)) and int(match[1]) >= heads]
         for name in beyond:
@@ -203,7 +203,7 @@ class _Reader:
             order = np.argsort(ids)
             ids = ids[order]
         if "lm_head.weight" in self._left:
-            head = self._take("lm_head.weight")
+            head = self._take_matrix("lm_head.weight")
             if order is None:
                 head = self._rows(head)
             elif head.shape[0] != order.size:
@@ -215,7 +215,7 @@ class _Reader:
         if ids is not None:
             self.tensors["vocabulary"] = ids.astype(np.int32)
         if "embed_tokens.weight" in self._left:
-            embedding = self._rows(self._take("embed_tokens.weight"))
+            embedding = self._rows(self._take_matrix("embed_tokens.weight"))
             if not _equal(embedding, self._ends.embedding, None):
                 self._store("embedding", embedding)
 
@@ -244,6 +244,13 @@ class _Reader:
             self.tensors |= quantized(name, matrix)
         except ValueError as error:
             raise IntegrityError(f"{name} cannot be stored ({error}); fetch the heads again.") from None
+
+    def _take_matrix(self, name: str) -> NDArray[np.float32]:
+        """One tensor of two dimensions."""
+        matrix = self._take(name)
+        if matrix.ndim != 2:
+            raise IntegrityError(f"{name} has the shape {list(matrix.shape)} and must be a matrix.")
+        return matrix
 
     def _vector(self, name: str, place: str) -> None:
         self.tensors[name] = self._take(place)
@@ -288,4 +295,5 @@ def _equal(found: NDArray[np.float32], matrix: Matrix, ids: NDArray[np.int64] | 
     theirs = found[rows]
     if ours.shape != theirs.shape:
         return False
-    return float(np.square(theirs - ours).mean()) <= _SAME**2 * float(np.square(ours).mean())
+    difference = (theirs - ours).astype(np.float64)  # which holds the square of any float
+    return float(np.square(difference).mean()) <= _SAME**2 * float(np.square(ours).mean())

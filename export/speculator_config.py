@@ -150,8 +150,8 @@ def _check_layers(config: EagleConfig | DraftConfig) -> None:
         raise StrictJsonError(f"config.heads {config.heads} is no multiple of config.kv_heads {config.kv_heads}")
     if config.head_dim % 16:
         raise StrictJsonError("config.head_dim must be a multiple of 16, which the attention needs")
-    if not 0 < config.norm_epsilon < 1 or not 0 < config.rope_theta < 1e12:
-        raise StrictJsonError("config.norm_epsilon must lie in (0, 1) and config.rope_theta in (0, 1e12)")
+    if not 0 < config.norm_epsilon < 1 or not 1 <= config.rope_theta < 1e12:
+        raise StrictJsonError("config.norm_epsilon must lie in (0, 1) and config.rope_theta in [1, 1e12)")
     scaling = config.rope_scaling
     if scaling is None:
         return

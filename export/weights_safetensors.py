@@ -126,7 +126,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _entry(file: str, name: str, item: Any, data: int, length: int) -> Entry:
     try:
         dtype, shape, (start, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (*shape, start, end)) and start <= end
+        numbers = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        whole = isinstance(dtype, str) and numbers and start <= end
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:
@@ -135,4 +136,4 @@ def _entry(file: str, name: str, item: Any, data: int, length: int) -> Entry:
         raise IntegrityError(f"{file} is truncated: {name} ends at byte {data + end}, the file at {length}.")
     if dtype in FLOAT_SIZES and end - start != math.prod(shape) * FLOAT_SIZES[dtype]:
         raise IntegrityError(f"{file} gives {name} {end - start} bytes, which is not {dtype} {list(shape)}.")
-    return Entry(file, str(dtype), shape, data + start, data + end)
+    return Entry(file, dtype, shape, data + start, data + end)

@@ -191,6 +191,11 @@ def changed(model: nn.Module, folder: Path, config: dict[str, Any], **tensors: t
         ({}, {"d2t": -torch.arange(90)}, IntegrityError, "different tokens below 300"),
         ({}, {"d2t": torch.zeros(80, dtype=torch.int64)}, IntegrityError, "90 rows and d2t 80"),
         ({}, {"d2t": torch.zeros(90)}, UnsupportedModelError, "stored as F32"),
+        ({}, {"lm_head__weight": torch.zeros(90)}, IntegrityError, "lm_head.weight has the shape [90]"),
+        ({}, {"d2t": None, "lm_head__weight": torch.zeros(300)}, IntegrityError, "must be a matrix"),
+        ({}, {"lm_head__weight": torch.full((90, 64), 3e38)}, IntegrityError, "head cannot be stored"),
+        ({}, {"embed_tokens__weight": torch.zeros(())}, IntegrityError, "embed_tokens.weight has the shape []"),
+        ({"rope_theta": 1e-300}, {}, IntegrityError, "rope_theta in [1, 1e12)"),
         ({}, {"midlayer__mlp__down_proj__weight": torch.full((64, 96), torch.nan)}, IntegrityError, "not finite"),
         ({}, {"midlayer__mlp__down_proj__weight": torch.full((64, 96), 1e9)}, IntegrityError, "too large"),
     ],
@@ -221,6 +226,9 @@ def test_medusa_of_other_models(bundle: Bundle, tmp_path: Path) -> None:
     wide = changed(medusa(), tmp_path / "a", MEDUSA_CONFIG, **{"0__0__linear__weight": torch.zeros(128, 128)})
     with pytest.raises(UsageError, match="another model"):
         find_heads(str(wide)).attach(bundle)
+    flat = changed(medusa(), tmp_path / "d", MEDUSA_CONFIG, **{"0__2__weight": torch.zeros(300)})
+    with pytest.raises(IntegrityError, match=r"0\.2\.weight has the shape \[300\]"):
+        find_heads(str(flat)).attach(bundle)
     rows = changed(medusa(), tmp_path / "b", MEDUSA_CONFIG, **{"0__2__weight": torch.zeros(5000, HIDDEN)})
     with pytest.raises(UsageError, match="a vocabulary of 5000 x 64"):
         find_heads(str(rows)).attach(bundle)

@@ -115,6 +115,7 @@ def _set(*path: Any, value: Any) -> Edit:
         (_set("config", "kv_heads", value=3), "no multiple"),
         (_set("config", "head_dim", value=24), "must be a multiple of 16"),
         (_set("config", "norm_epsilon", value=0), "must lie in"),
+        (_set("config", "rope_theta", value=1e-300), "must lie in"),
         (_set("config", "layout", value="eagle9"), "must be one of joined, eagle3, eagle1"),
         (_set("config", "rope_scaling", value={"kind": "yarn", "factor": 2}), "must be linear or llama3"),
         (_set("acceptance", value=[[1.5]]), "outside 0 .. 1"),

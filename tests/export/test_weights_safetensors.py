@@ -152,6 +152,13 @@ def test_header_that_lies_about_sizes(llama: Path) -> None:
         open_weights(llama)
 
 
+@pytest.mark.parametrize("dtype", [["F32"], {}, 32, None])
+def test_header_with_types_that_are_no_names(dtype: object, llama: Path) -> None:
+    edit_header(llama / FILE, lambda header: header["model.norm.weight"].update(dtype=dtype))
+    with pytest.raises(IntegrityError, match=r"describes model\.norm\.weight wrongly"):
+        open_weights(llama)
+
+
 def test_lfs_pointer(llama: Path) -> None:
     (llama / FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(IntegrityError, match="Git-LFS pointer"):
