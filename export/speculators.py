@@ -138,6 +138,11 @@ def check_fit(bundle: Bundle, speculator: Speculator) -> None:
             f"{speculator.name} was made for {target.name}, and {bundle.manifest.name} is another model: "
             f"hidden, layers and vocabulary are {theirs} there and {ours} here."
         )
+    if speculator.vocabulary is not None and speculator.vocabulary[0] >= sizes.tokens:
+        raise UsageError(
+            f"{speculator.name} knows no token of {bundle.manifest.name}: its vocabulary begins at "
+            f"{speculator.vocabulary[0]}, and the tokens end at {sizes.tokens - 1}."
+        )
     if not speculator.taps:
         return
     features = bundle.manifest.features

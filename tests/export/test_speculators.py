@@ -111,6 +111,10 @@ def test_speculators_of_other_models(bundle: Bundle, tmp_path: Path) -> None:
         target = dataclasses.replace(eagle.target, **wrong)
         with pytest.raises(UsageError, match="was made for tiny, and tiny is another model"):
             attach_speculator(bundle, dataclasses.replace(eagle, target=target))
+    padding = dataclasses.replace(bundle.manifest, sizes=dataclasses.replace(bundle.manifest.sizes, tokens=3))
+    unknown = dataclasses.replace(eagle, tensors=eagle.tensors | {"vocabulary": np.arange(3, 123, dtype=np.int32)})
+    with pytest.raises(UsageError, match="knows no token of tiny: its vocabulary begins at 3, and the tokens end at 2"):
+        attach_speculator(dataclasses.replace(bundle, manifest=padding), unknown)
     features = dataclasses.replace(bundle.manifest, features=None)
     old = dataclasses.replace(bundle, manifest=features)
     with pytest.raises(UnsupportedModelError, match="export it again"):
