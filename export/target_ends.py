@@ -141,11 +141,14 @@ class _Initializers:
         return np.concatenate(pieces)
 
     def rope_theta(self, head_dim: int) -> float:
-        """From the second of the frequencies theta ** (-2 i / head_dim), whose angle at position 1 the tables hold."""
+        """From the first two of the frequencies theta ** (-2 i / head_dim), whose angles at position 1 the tables hold.
+
+        A scaling that divides all of them leaves their ratio as it is.
+        """
         if head_dim < 4 or "cos" not in self.values:
             return 10_000.0
-        angle = float(np.arctan2(self.array("sin")[1, 1], self.array("cos")[1, 1]))
-        return float(f"{angle ** (-head_dim / 2):.4g}")
+        first, second = np.arctan2(self.array("sin")[1, :2], self.array("cos")[1, :2]).tolist()
+        return float(f"{(second / first) ** (-head_dim / 2):.4g}")
 
     def matrix(self, name: str, columns: int) -> Matrix:
         if f"{name}.weight" in self.values:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +72,17 @@ def test_a_data_file_with_several_names(tiny_folder: Callable[[str], Path], tmp_
     os.link(tmp_path / "graphs" / "target.onnx.data", tmp_path / "other")
     embedding = dequantize_matrix(read_target_ends(bundle).embedding)
     np.testing.assert_allclose(embedding, weights.tensor("model.embed_tokens.weight"), atol=0.01)
+
+
+def test_rotary_base_under_a_scaling(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """One that divides all frequencies leaves the base as it is."""
+    folder = tmp_path / "scaled"
+    shutil.copytree(tiny_folder("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    config |= {"rope_theta": 5e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert ends_of(open_weights(folder), tmp_path / "graphs", "fp32").rope_theta == pytest.approx(5e4, rel=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
