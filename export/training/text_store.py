@@ -95,8 +95,11 @@ class TextStore:
     def add_features(self, name: str, features: NDArray[np.float16]) -> None:
         """Write the features of a shard."""
         part = self._path(name, ".part")
+        rows = np.ascontiguousarray(features)
         with part.open("wb") as file:
-            np.save(file, features)
+            # Not by `np.save`, whose error on a full disk does not say so.
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(rows))
+            file.write(rows.data)
         os.replace(part, self._path(name, ".npy"))
 
     def load(self, name: str) -> Shard:

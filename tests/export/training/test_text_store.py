@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +56,7 @@ def test_killed_while_a_shard_is_written(store: TextStore, fatal: int, monkeypat
 
     dialogues = [random_dialogue(np.random.default_rng(1)) for _ in range(3)]
     with monkeypatch.context() as patch:
-        patch.setattr(np, "save", ending(np.save))
+        patch.setattr(np.lib.format, "write_array_header_1_0", ending(np.lib.format.write_array_header_1_0))
         patch.setattr(np, "savez_compressed", ending(np.savez_compressed))
         patch.setattr(os, "replace", ending(os.replace))
         with pytest.raises(SystemExit):
@@ -159,3 +161,24 @@ def test_foreign_files_do_not_count(store: TextStore) -> None:
     for name in ("a-b.npz", "notes.txt", "1-x.npz", "0-00009.npy"):
         (store.folder / name).write_bytes(b"?")
     assert TextStore(store.folder).names() == names
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of file sizes")
+def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
+    """A limit of file sizes stands in for it: the error has the number of the system's own."""
+    import resource
+
+    store = TextStore(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            store.add_features("0-00000", np.ones((1000, 64), np.float16))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert store.lacking() == []
+    features = np.arange(12, dtype=np.float16).reshape(6, 2)
+    for array in (features, features[::2], np.asfortranarray(features)):
+        store.add_features("0-00000", array)
+        np.testing.assert_array_equal(np.load(tmp_path / "0-00000.npy"), array)
