@@ -110,16 +110,15 @@ def train_speculator(
     feature_width(bundle)
     ends = read_target_ends(bundle)
     config, taps = speculator_config(method, bundle, ends)
-    if not force and any(found.name == name for found in bundle.speculators()):
-        raise UsageError(
-            f"{bundle.manifest.name} has a speculator {name!r} already: choose another name (--name), "
-            "or --force to replace it."
-        )
+    if not force:
+        _refuse_taken(bundle, name)
     folder = work or cache_root() / "training" / bundle.target_digest[:16]
     text = folder / ("text" if prompts is None else f"answers-{_digest(prompts)}")
     checkpoints = folder / method
     # One training at a time: it may delete the features, which the methods share.
     with hold_lock(folder / "training.lock", report), cache_errors(folder):
+        if not force:
+            _refuse_taken(bundle, name)  # by the training that was waited for
         store = write_text(bundle, text, tokens, seed=seed, threads=threads, prompts=prompts, progress=report)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
@@ -156,6 +155,14 @@ def train_speculator(
         if not keep_features:
             store.drop_features()
     return Trained(installed, speculator, checkpoints / "weights", store)
+
+
+def _refuse_taken(bundle: Bundle, name: str) -> None:
+    if any(found.name == name for found in bundle.speculators()):
+        raise UsageError(
+            f"{bundle.manifest.name} has a speculator {name!r} already: choose another name (--name), "
+            "or --force to replace it."
+        )
 
 
 def draft_vocabulary(store: TextStore, bundle: Bundle) -> NDArray[np.int64]:

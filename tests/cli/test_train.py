@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from click.testing import CliRunner, Result
 
 from specrun.cli import opening
 from specrun.cli.main import main
+from specrun.export.speculator_config import MedusaConfig
+from specrun.export.speculators import attach_speculator
 from specrun.export.training import train as train_module
 from specrun.export.training import trainer
 from specrun.export.training.text_store import TextStore
@@ -28,7 +32,7 @@ from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.progress import no_progress
 
 from ..conftest import INTERRUPTIBLE
-from ..runtime import tiny_bundles
+from ..runtime import tiny_bundles, tiny_heads
 from ..runtime.toys import TABLE
 
 TOKENS = 5000
@@ -99,6 +103,24 @@ def texts(method: str) -> tuple[str, float]:
     assert result.exit_code == 0, result.stderr
     answer = json.loads(result.stdout)
     return answer["text"], answer["speculation"]["mean_accepted_tokens"]
+
+
+def test_a_name_that_is_taken_while_waiting(table: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another training of that name ended meanwhile: nothing is computed in vain."""
+    hold_lock = train_module.hold_lock
+
+    @contextlib.contextmanager
+    def waiting(path: Path, *arguments: Any) -> Iterator[None]:
+        if path.name == "training.lock":
+            attach_speculator(table, tiny_heads.speculator(table, "medusa", MedusaConfig(1, 1)))
+            monkeypatch.setattr(train_module, "write_text", None)
+        with hold_lock(path, *arguments):
+            yield
+
+    monkeypatch.setattr(train_module, "hold_lock", waiting)
+    result = train("medusa")
+    assert result.exit_code == 2
+    assert "has a speculator 'medusa' already" in result.stderr
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "draft"])
