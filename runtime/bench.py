@@ -97,7 +97,7 @@ def load_prompts(path: Path, *, per_category: int | None = None) -> list[BenchPr
             continue
         try:
             prompt = _prompt(json.loads(line), number)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise UsageError(
                 f"{path.name} line {number} is no prompt: give an object with turns, prompt or messages."
             ) from error
@@ -111,7 +111,8 @@ def load_prompts(path: Path, *, per_category: int | None = None) -> list[BenchPr
 
 def _prompt(record: dict[str, Any], number: int) -> BenchPrompt:
     prompt = record["turns"][0] if "turns" in record else record.get("prompt") or record["messages"]
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)):
+    messages = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
+    if not isinstance(prompt, str) and not messages:
         raise TypeError("neither text nor messages")
     identity = record.get("question_id", record.get("id", number))
     return BenchPrompt(str(identity), str(record.get("category", "all")), prompt)

@@ -237,7 +237,8 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert [(prompt.id, prompt.category) for prompt in prompts] == [("7", "qa"), ("b", "all"), ("4", "qa")]
     assert [prompt.prompt for prompt in prompts] == ["first", "second", [{"role": "user", "content": "third"}]]
     assert [prompt.id for prompt in load_prompts(path, per_category=1)] == ["7", "b"]
-    for bad in ("[1, 2]", "null", '"x"', "{}", '{"turns": []}', '{"prompt": 3}', "{"):
+    deep = "[" * 100_000
+    for bad in ("[1, 2]", "null", '"x"', "{}", '{"turns": []}', '{"messages": []}', '{"prompt": 3}', "{", deep):
         path.write_text('{"prompt": "fine"}\n' + bad + "\n")
         with pytest.raises(UsageError, match="line 2"):
             load_prompts(path)
