@@ -44,7 +44,7 @@ class KVCache:
     def reserve(self, capacity: int) -> bool:
         """Make room for `capacity` positions a row; True if the buffers moved.
 
-        Grows in steps and keeps what is committed. ValueError beyond the limit, the rows of the rotary tables.
+        Grows in steps and keeps what is there. ValueError beyond the limit, the rows of the rotary tables.
         """
         if capacity <= self.capacity:
             return False
@@ -54,10 +54,9 @@ class KVCache:
 
         batch, kv_heads, head_dim = self._shape
         capacity = min(self._limit, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
-        used = max(self.lengths)
         arrays = [np.zeros((batch, kv_heads, capacity, head_dim), np.float32) for _ in range(self._buffers)]
         for old, new in zip(self._arrays, arrays, strict=False):
-            new[:, :, :used] = old[:, :, :used]
+            new[:, :, : self.capacity] = old  # with what lies behind the lengths: the nodes of a tree that grows
         self._arrays = arrays
         self.values = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays]
         self.capacity = capacity

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.models_cache.errors import BackendError, ContextLengthError, ManifestError
+from specrun.models_cache.errors import BackendError, ContextLengthError, IntegrityError, ManifestError
 from specrun.runtime.backend import first_line, onnxruntime
 from specrun.runtime.kv_cache import KVCache
 
@@ -119,9 +119,12 @@ class _HeadSession:
             raise BackendError(f"ONNX Runtime failed while running {self._name}: {first_line(error)}") from error
         self.onnx_seconds += time.perf_counter() - start
         outputs = frame.outputs
-        return Candidates(
-            outputs["tokens"].tolist(), outputs["log_probs"].tolist(), outputs["logits"] if choice.logits else None
-        )
+        tokens, log_probs = outputs["tokens"], outputs["log_probs"]
+        if not np.isfinite(log_probs).all() or tokens.min() < 0:
+            raise IntegrityError(
+                f"{self._name} guesses what is no token: its files are damaged; attach it again, or train another one."
+            )
+        return Candidates(tokens.tolist(), log_probs.tolist(), outputs["logits"] if choice.logits else None)
 
 
 class MedusaSession(_HeadSession):

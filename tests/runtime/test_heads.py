@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from specrun.models_cache.errors import BackendError, UsageError
+from specrun.models_cache.errors import BackendError, IntegrityError, UsageError
 from specrun.runtime import Engine
+from specrun.runtime.kv_cache import CAPACITY_STEP
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.proposers.eagle import EagleProposer
 from specrun.runtime.proposers.medusa import MedusaProposer
+from specrun.runtime.speculator import EagleSession
 from specrun.runtime.verify import verify
 
 from .checks import check_counters, make_speculation_pay, read, same_output, text_of
@@ -246,3 +251,41 @@ def test_to_the_end_of_the_context(
         assert plain.finish_reason == "length"
         for draft_length in (1, 3, 16, None):
             same_output(engine.generate(prompt, method=method, draft_length=draft_length, **RAW), plain)
+
+
+@pytest.mark.parametrize("name", ["medusa1", "eagle"])
+def test_damaged_weights_are_told(models: TinyModels, tmp_path: Path, name: str) -> None:
+    """Files that changed after they were attached, sizes and all; the text by other methods stays."""
+    folder = tmp_path / "heads"
+    shutil.copytree(models.bundle("heads").path, folder)
+    data = folder / "speculators" / name / "speculator.onnx.data"
+    data.write_bytes(b"\xff" * data.stat().st_size)
+    with Engine.load(folder, draft=name, threads=1) as engine:
+        with pytest.raises(IntegrityError, match=f"{name} guesses what is no token: its files are damaged"):
+            engine.generate(PROMPT, max_tokens=8, **RAW)
+        expected = models.engine("heads").generate(PROMPT, method="none", max_tokens=8, **RAW)
+        same_output(engine.generate(PROMPT, method="ngram", max_tokens=8, **RAW), expected)
+
+
+def test_a_tree_that_outgrows_the_buffers_keeps_its_nodes(models: TinyModels) -> None:
+    """The same candidates whether or not the head's buffers had to grow between two levels."""
+    engine = models.engine("heads")
+    width = engine.target.features.shape[1]
+    rng = np.random.default_rng(5)
+    count = CAPACITY_STEP - 2
+    features = rng.standard_normal((count, width)).astype(np.float32)
+    tokens = rng.integers(3, 270, count).tolist()
+    found = []
+    for room in (0, 2 * CAPACITY_STEP):
+        with Engine.load("heads", threads=1) as fresh:
+            session = fresh._heads._head("eagle").session
+            assert isinstance(session, EagleSession)
+            session.reserve(room)
+            session.append(features[:, fresh._heads._head("eagle").columns], tokens)
+            first, places = session.grow([7, 8], [-1, -1], 1)
+            second, _ = session.grow([9, 10], places, 2)
+            found.append((first.log_probs, second.tokens, second.log_probs))
+            assert session.cache.capacity == 2 * CAPACITY_STEP
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
+    assert found[0][1] == found[1][1]
+    np.testing.assert_allclose(found[0][2], found[1][2], atol=1e-5)
