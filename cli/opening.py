@@ -47,7 +47,7 @@ def _ensure_speculators(bundle: Bundle, draft: str | None, methods: Iterable[str
     wanted = ({draft} if draft is not None else wanted) & {"medusa", "eagle", "draft"}
     if not wanted - {speculator.manifest.method for speculator in bundle.speculators()}:
         return
-    from specrun.export.shipped import ensure_shipped
+    from specrun.export.shipped_speculators import ensure_shipped
 
     with progress_line() as progress:
         ensure_shipped(bundle, progress)

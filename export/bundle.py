@@ -13,7 +13,7 @@ from specrun.export.fidelity import TEXT, measure_fidelity
 from specrun.export.graph import build_target, feature_taps
 from specrun.export.graph_builder import tensor_specs
 from specrun.export.quantize import DEFAULT_BLOCKS, check_precision
-from specrun.export.shipped import ensure_shipped
+from specrun.export.shipped_speculators import ensure_shipped
 from specrun.export.speculator_weights import Speculator
 from specrun.export.speculators import own_speculators, reattach
 from specrun.export.tokenizer import TokenizerFiles, tokenizer_files

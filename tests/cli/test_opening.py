@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specrun.cli.main import main
-from specrun.export import shipped
+from specrun.export import shipped_speculators as shipped
 from specrun.export.speculator_weights import write_speculator
 from specrun.models_cache import find_bundle, sha256_file
 

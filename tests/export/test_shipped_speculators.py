@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from specrun.export import shipped
+from specrun.export import shipped_speculators as shipped
 from specrun.export.bundle import export_bundle
-from specrun.export.shipped import SHIPPED, ensure_shipped, shipped_speculators
+from specrun.export.shipped_speculators import SHIPPED, ensure_shipped, shipped_speculators
 from specrun.export.speculator_weights import JSON_NAME, TENSORS_NAME, read_speculator, write_speculator
 from specrun.export.speculators import attach_speculator
 from specrun.models_cache import Bundle, IntegrityError, find_bundle, remove_speculator, sha256_file
