@@ -32,8 +32,7 @@ _SPECULATION: tuple[Decorator, ...] = (
         "--method",
         help="How to draft: none, ngram (repeats of what was read or written), draft (a small model), medusa or eagle "
         "(heads on top of the model), or two in turn: eagle+ngram, medusa+ngram, draft+ngram. By default what --draft "
-        "names, else ngram, in turn with the first of eagle, medusa and draft that the model has. The text is the same "
-        "with each, unless --sampling is rejection.",
+        "names, else ngram. The text is the same with each, unless --sampling is rejection.",
     ),
     click.option(
         "--draft-length",

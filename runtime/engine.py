@@ -79,13 +79,14 @@ class Engine:
         self._draft: ModelSession | None = None
         self._draft_calibration: Calibration | None = None
         self._draft_vocabulary: NDArray[np.int32] | None = None  # where it has fewer tokens than the target
-        chosen = draft if isinstance(draft, InstalledSpeculator) else None
-        self._heads = Heads(bundle, self.threads, device, chosen)
+        self.default_method = "ngram"
+        chosen = None
         if isinstance(draft, Bundle):
             self._load_draft(draft, self.threads)
             self.default_method = "draft"
-        else:
-            self.default_method = self._heads.best_method() if chosen is None else chosen.manifest.method
+        elif draft is not None:
+            chosen, self.default_method = draft, draft.manifest.method
+        self._heads = Heads(bundle, self.threads, device, chosen)
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._draft_tokens: list[int] = []

@@ -90,14 +90,6 @@ class Heads:
             self._found[method] = there[0]
         return self._found[method]
 
-    def best_method(self) -> str:
-        """What a request without a method gets: n-grams, in turn with the best guesser that the bundle has."""
-        for method in ("eagle", "medusa", "draft"):
-            readable = method not in HEAD_METHODS or self._bundle.manifest.features is not None
-            if readable and self.find(method) is not None:
-                return f"{method}+ngram"
-        return "ngram"
-
     def require(self, method: str) -> InstalledSpeculator:
         """The speculator that serves a method, or an error that says how to get one."""
         found = self.find(method)
