@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from specrun.runtime.feature_rows import Columns, FeatureRows
 from specrun.runtime.head_estimate import HeadEstimate
 from specrun.runtime.head_sampling import HeadSampling
-from specrun.runtime.proposal import EMPTY, MAX_NODES, Proposal
+from specrun.runtime.proposal import EMPTY, MAX_NODES
+from specrun.runtime.proposers.head import HeadProposer
 from specrun.runtime.proposers.nodes import Drafted, Nodes, Outlook
 from specrun.runtime.sampling import Distribution
 from specrun.runtime.speculator import MAX_BRANCHES, PLAIN, Candidates, Choice, EagleSession
@@ -20,7 +21,6 @@ from specrun.runtime.tree_shape import TreeShape
 
 CHUNK = 256  # slots written in one run
 KEPT_ROWS = 64  # features held beyond those that a slot was written from, for slots that must be written again
-RESHAPE_AFTER = 64  # candidates judged until the shape for draws is chosen anew
 DEEPEST_SHAPE = 6  # of a shape for draws
 
 
@@ -45,18 +45,15 @@ class _Level:
     q: list[Distribution] | None
 
 
-class EagleProposer:
+class EagleProposer(HeadProposer):
     """Slots of the head's cache stand for positions of the context: slot i holds feature i and token i + 1.
 
     A round writes the slots that are new, which gives the candidates for the next token, then drafts level by level
     from the head's own outputs as long as a further level pays, and drops these levels again. Rounds without this
     proposer only leave more slots to write. `known`: the tokens behind the cache's slots from the request before.
-
-    Draws (the rejection rule) may not be chosen by what they are: they fill the shape that is best on average.
     """
 
     name = "eagle"
-    needs_features = True
 
     def __init__(
         self,
@@ -72,19 +69,13 @@ class EagleProposer:
         known: Sequence[int],
     ) -> None:
         """columns: of the target's features, those that the head reads. positions: the most slots."""
+        super().__init__(sampling, planner, estimate, outlook)
         self._session = session
         self._features = FeatureRows(columns)
-        self._sampling = sampling
-        self._planner = planner
-        self._estimate = estimate
-        self._outlook = outlook
         self._costs = costs
         self._positions = positions
         self._known = known
         self._prompt: list[int] = []
-        self._drafted = Drafted()
-        self._nodes = Nodes()
-        self._shape: tuple[int, int, TreeShape] | None = None  # its depth limit, candidates seen by then
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Keep the slots that this prompt shares."""
@@ -101,23 +92,6 @@ class EagleProposer:
         self._features.take(position, features)
         while self._features.end - session.length >= CHUNK and session.length + CHUNK < len(self._prompt):
             self._write(self._prompt, session.length + CHUNK)
-
-    def propose(self, context: Sequence[int], limit: int) -> Proposal:
-        """What the head drafts, as far as it pays."""
-        return EMPTY if self.waits() else self.plan(context, limit).proposal
-
-    @property
-    def chosen_blindly(self) -> bool:
-        """Whether the candidates are draws."""
-        return self._sampling.drawn
-
-    def waits(self) -> bool:
-        """Whether the head did not pay of late."""
-        return self._planner.fixed is None and self._outlook.waits()
-
-    def outlook(self, context: Sequence[int], limit: int) -> tuple[float, float]:
-        """(tokens a second of late, spread)."""
-        return self._outlook.expect(self._best_shape(max(limit, 1)).rate)
 
     def plan(self, context: Sequence[int], limit: int, copied: Sequence[tuple[int, float]] = ()) -> Planned:
         """Write the new slots and draft."""
@@ -212,16 +186,14 @@ class EagleProposer:
                 best, count = net, number
         return list(level[:count])
 
-    def _best_shape(self, limit: int) -> TreeShape:
-        """The shape that is best on average, chosen anew now and then."""
-        seen, fixed = self._estimate.seen, self._planner.fixed
-        depth = min(limit, DEEPEST_SHAPE) if fixed is None else min(limit, fixed)
-        if self._shape is None or self._shape[0] != depth or seen >= self._shape[1] + RESHAPE_AFTER:
-            step = self._costs.level(1)
-            acceptance = self._estimate.by_rank(depth, self._session.top_k)
-            shape = self._planner.shape(acceptance, fixed_cost=self._costs.append - step, step_cost=step, depth=depth)
-            self._shape = depth, seen, shape
-        return self._shape[2]
+    def _shape_depth(self, limit: int) -> int:
+        fixed = self._planner.fixed
+        return min(limit, DEEPEST_SHAPE if fixed is None else fixed)
+
+    def _new_shape(self, depth: int) -> TreeShape:
+        step = self._costs.level(1)
+        acceptance = self._estimate.by_rank(depth, self._session.top_k)
+        return self._planner.shape(acceptance, fixed_cost=self._costs.append - step, step_cost=step, depth=depth)
 
     def _fill(self, first: _Level, shape: TreeShape, position: int) -> Planned:
         """Draft a shape level by level."""
@@ -253,17 +225,11 @@ class EagleProposer:
         proposal = nodes.proposal(self._sampling.kind, chosen, shape.parents)
         return Planned(proposal, shape.expected, shape.seconds, shape.seconds - self._planner.costs[len(shape)])
 
-    def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
-        """Heads learn from the text that follows."""
-
     def rewind_to(self, length: int) -> None:
         """Keep the slots whose tokens are among the first `length`."""
         self._drafted.rewind_to(length)
         if length - 1 < self._session.length:
             self._session.rewind_to(max(0, length - 1))
-
-    def close(self) -> None:
-        """The session belongs to the engine."""
 
 
 def slots_held(session: EagleSession, known: Sequence[int], prompt: Sequence[int]) -> int:

@@ -10,28 +10,24 @@ from numpy.typing import NDArray
 from specrun.runtime.feature_rows import Columns
 from specrun.runtime.head_estimate import HeadEstimate
 from specrun.runtime.head_sampling import HeadSampling
-from specrun.runtime.proposal import EMPTY, Proposal
+from specrun.runtime.proposal import EMPTY
+from specrun.runtime.proposers.head import HeadProposer
 from specrun.runtime.proposers.nodes import Drafted, Nodes, Outlook
 from specrun.runtime.speculator import Candidates, MedusaSession
 from specrun.runtime.tree_planner import Planned, TreePlanner
 from specrun.runtime.tree_shape import TreeShape
 
-RESHAPE_AFTER = 64  # candidates judged until the shape for draws is chosen anew
 WIDEST_LEVEL = 16  # candidates looked at in one depth
 
 
-class MedusaProposer:
+class MedusaProposer(HeadProposer):
     """One run of the heads a round, on the newest feature and, where they look at it, the newest token.
 
-    The candidates of head j stand at depth j + 1 below every path.
-
-    Which of them are proposed depends on how sure the heads are, in the light of how often they stood when they were
-    that sure. Draws (the rejection rule) may not be chosen by what they are: they fill the shape that is best on
-    average.
+    The candidates of head j stand at depth j + 1 below every path. Which of them are proposed depends on how sure the
+    heads are, in the light of how often they stood when they were that sure.
     """
 
     name = "medusa"
-    needs_features = True
 
     def __init__(
         self,
@@ -45,18 +41,12 @@ class MedusaProposer:
         run_cost: float,
     ) -> None:
         """columns: of the target's features, those that the heads read. run_cost: seconds of a run."""
+        super().__init__(sampling, planner, estimate, outlook)
         self._session = session
         self._columns = columns
-        self._sampling = sampling
-        self._planner = planner
-        self._estimate = estimate
-        self._outlook = outlook
         self._run_cost = run_cost
         self._feature: NDArray[np.float32] | None = None
         self._position = -1  # of the token whose feature is held
-        self._drafted = Drafted()
-        self._nodes = Nodes()
-        self._shape: tuple[int, int, TreeShape] | None = None  # its depth limit, candidates seen by then
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Begin a request."""
@@ -68,23 +58,6 @@ class MedusaProposer:
         if len(features):
             self._feature = features[-1, self._columns].copy()
             self._position = position + len(features) - 1
-
-    def propose(self, context: Sequence[int], limit: int) -> Proposal:
-        """Candidates of the heads, as many as pay."""
-        return EMPTY if self.waits() else self.plan(context, limit).proposal
-
-    @property
-    def chosen_blindly(self) -> bool:
-        """Whether the candidates are draws."""
-        return self._sampling.drawn
-
-    def waits(self) -> bool:
-        """Whether the heads did not pay of late."""
-        return self._planner.fixed is None and self._outlook.waits()
-
-    def outlook(self, context: Sequence[int], limit: int) -> tuple[float, float]:
-        """(tokens a second of late, spread)."""
-        return self._outlook.expect(self._best_shape(min(max(limit, 1), self._session.heads)).rate)
 
     def plan(self, context: Sequence[int], limit: int, copied: Sequence[tuple[int, float]] = ()) -> Planned:
         """Run the heads and choose."""
@@ -125,14 +98,12 @@ class MedusaProposer:
         proposal = nodes.proposal("deterministic", selection.nodes, selection.parents)
         return Planned(proposal, selection.expected, selection.seconds, self._run_cost)
 
-    def _best_shape(self, depth: int) -> TreeShape:
-        """The shape that is best on average, chosen anew now and then."""
-        seen = self._estimate.seen
-        if self._shape is None or self._shape[0] != depth or seen >= self._shape[1] + RESHAPE_AFTER:
-            acceptance = self._estimate.by_rank(self._session.heads, self._session.top_k)
-            shape = self._planner.shape(acceptance, fixed_cost=self._run_cost, depth=depth)
-            self._shape = depth, seen, shape
-        return self._shape[2]
+    def _shape_depth(self, limit: int) -> int:
+        return min(limit, self._session.heads)
+
+    def _new_shape(self, depth: int) -> TreeShape:
+        acceptance = self._estimate.by_rank(self._session.heads, self._session.top_k)
+        return self._planner.shape(acceptance, fixed_cost=self._run_cost, depth=depth)
 
     def _fill(self, candidates: Candidates, sureness: list[list[float]], shape: TreeShape) -> Planned:
         """A shape with the heads' tokens."""
@@ -150,12 +121,6 @@ class MedusaProposer:
         proposal = nodes.proposal(self._sampling.kind, chosen, shape.parents)
         return Planned(proposal, shape.expected, shape.seconds, self._run_cost)
 
-    def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
-        """Heads learn from the text that follows."""
-
     def rewind_to(self, length: int) -> None:
         """The features that come next take the place of what is held."""
         self._drafted.rewind_to(length)
-
-    def close(self) -> None:
-        """The session belongs to the engine."""
