@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specrun.export.speculator_weights import TENSORS_NAME, read_description, read_speculator
-from specrun.export.speculators import attach_speculator, check_fit
+from specrun.export.speculators import attach_speculator, check_fit, report_files
 from specrun.models_cache.errors import SpecrunError, UnsupportedModelError
 from specrun.models_cache.integrity import sha256_file
 from specrun.models_cache.layout import Bundle
@@ -54,9 +54,15 @@ def ensure_shipped(
             check_fit(bundle, speculator)
         except UnsupportedModelError:
             continue
-        force = there is not None
         attached.append(
-            attach_speculator(bundle, speculator, force=force, progress=progress or no_progress, shipped=True)
+            attach_speculator(
+                bundle,
+                speculator,
+                force=there is not None,
+                progress=progress or no_progress,
+                extra_files=report_files(path),
+                shipped=True,
+            )
         )
     return attached
 

@@ -55,12 +55,15 @@ def attach(
     Raises UsageError where the speculator does not fit the target or the name is taken; UnsupportedModelError for a
     bundle without features; ModelNotFoundError, IntegrityError, CacheError.
     """
-    report = weights_folder / REPORT_NAME
-    files = {}
-    if report.is_file() and report.stat().st_size <= MAX_REPORT_BYTES:
-        files[REPORT_NAME] = report.read_bytes()
-    speculator = read_speculator(weights_folder)
+    speculator, files = read_speculator(weights_folder), report_files(weights_folder)
     return attach_speculator(bundle, speculator, name, force=force, progress=progress, extra_files=files)
+
+
+def report_files(weights_folder: Path) -> dict[str, bytes]:
+    """The chart beside a speculator's weights, by its name, where there is one."""
+    report = weights_folder / REPORT_NAME
+    there = report.is_file() and report.stat().st_size <= MAX_REPORT_BYTES
+    return {REPORT_NAME: report.read_bytes()} if there else {}
 
 
 def attach_speculator(
