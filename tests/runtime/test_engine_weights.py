@@ -72,6 +72,30 @@ def test_methods_equal_plain(engine_of: Callable[[str], Engine], precision: str)
     assert accepted > 200
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("head", ["eagle", "medusa"])
+def test_shipped_heads_equal_plain(engine_of: Callable[[str], Engine], precision: str, head: str) -> None:
+    """Heads alone and in turn with n-grams, chains and trees, greedy and sampled: equal to plain, and they guess."""
+    engine = engine_of(precision)
+    accepted = 0
+    for sampling in ({}, {"temperature": 0.8, "seed": 1}):
+        for prompt in PROMPTS:
+            _, plain = read(engine.stream(prompt, method="none", max_tokens=32, **sampling))
+            for method, draft_length in (
+                (head, 1),
+                (head, 4),
+                (head, None),
+                (f"{head}+ngram", 4),
+                (f"{head}+ngram", None),
+            ):
+                _, result = read(
+                    engine.stream(prompt, method=method, draft_length=draft_length, max_tokens=32, **sampling)
+                )
+                same_output(result, plain)
+                accepted += result.speculation.accepted
+    assert accepted > 150
+
+
 def test_chat_reuse_equals_a_fresh_run(engine_of: Callable[[str], Engine]) -> None:
     engine = engine_of("int8")
     chat = engine.chat("You are brief.")
