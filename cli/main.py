@@ -141,3 +141,11 @@ def main() -> None:
     Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 failure, 2 wrong usage, 130 interrupted.
     Models live below SPECRUN_HOME, or else in the user's cache folder.
     """
+
+
+def run() -> None:
+    """The `specrun` command: nothing else runs in its process."""
+    from specrun.cli import opening
+
+    opening.OWN_PROCESS = True
+    main()

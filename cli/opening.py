@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from specrun.runtime import Engine
 
 
+OWN_PROCESS = False
+"""Whether nothing else runs in this process, so that all sessions may share their threads."""
+
+
 def open_engine(
     model: str,
     *,
@@ -30,9 +34,11 @@ def open_engine(
 
     methods: what requests will name; a speculator that specrun ships for one of them is attached where it is missing.
     """
-    from specrun.runtime import Engine
+    from specrun.runtime import Engine, share_threads
     from specrun.runtime.heads import find_draft
 
+    if OWN_PROCESS:
+        share_threads()
     bundle = ensure_model(model, yes=yes)
     _ensure_speculators(bundle, draft, methods)
     drafting = find_draft(bundle, draft) if draft is not None else None

@@ -32,6 +32,13 @@ TRAIN_HINT = "Training needs torch: install it with `pip install 'specrun[train]
     help="Train on answers to these prompts, a line each (objects with turns, prompt or messages), instead of "
     "self-written ones. Each is answered once, so it takes thousands of them.",
 )
+@click.option(
+    "--from",
+    "start_name",
+    metavar="NAME",
+    help="Go on from the weights of this speculator of the model, on more text or for more passes, at half the "
+    "learning rate. With --force it may be replaced by what it becomes.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the text and the training.")
 @click.option("--threads", type=click.IntRange(min=1), help="Processor threads; by default one for each core.")
 @click.option(
@@ -50,6 +57,7 @@ def train(
     tokens: int,
     passes: float | None,
     prompts_file: Path | None,
+    start_name: str | None,
     seed: int,
     threads: int | None,
     keep_features: bool,
@@ -77,6 +85,7 @@ def train(
     Examples:
       specrun train medusa --model mine
       specrun train eagle --model mine --tokens 3000000
+      specrun train eagle --model mine --tokens 4000000 --from eagle --force
       specrun generate --model mine --method eagle+ngram "Hello"
     """
     from specrun.models_cache.errors import UsageError
@@ -86,11 +95,18 @@ def train(
         import torch  # noqa: F401  (only to say early that it is missing)
     except ImportError:
         raise UsageError(TRAIN_HINT) from None
+    from specrun.export.shipped_speculators import ensure_shipped
+    from specrun.export.speculator_weights import read_speculator
     from specrun.export.training.text_writer import fitting_prompts
     from specrun.export.training.train import train_speculator
+    from specrun.models_cache.speculator import find_speculator
     from specrun.runtime.bench import load_prompts
 
     bundle = ensure_model(model)
+    start = None
+    if start_name is not None:
+        ensure_shipped(bundle)
+        start = read_speculator(find_speculator(bundle, start_name).path)
     prompts = None
     if prompts_file is not None:
         prompts = fitting_prompts(bundle, [entry.prompt for entry in load_prompts(prompts_file)])
@@ -105,6 +121,7 @@ def train(
             threads=threads or default_threads(),
             keep_features=keep_features,
             prompts=prompts,
+            start=start,
             restart=restart,
             force=force,
             progress=progress,

@@ -8,6 +8,7 @@ The path of a request: `engine` -> `stream` -> `loop`, which asks `proposers` fo
 ...     print(engine.generate("Write a haiku about tides.", max_tokens=64).text)
 """
 
+from specrun.runtime.backend import share_threads
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.engine import Engine
 from specrun.runtime.request import METHODS, RequestOptions
@@ -27,4 +28,5 @@ __all__ = [
     "Timings",
     "Token",
     "Usage",
+    "share_threads",
 ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from specrun.models_cache.errors import BackendError
 
@@ -51,24 +52,66 @@ def most_threads() -> int:
     return max(8, 2 * (os.cpu_count() or 1))
 
 
+@dataclass(slots=True)
+class _ThreadPool:
+    """The one pool of this process, if its sessions share one; `threads` is None until the first of them."""
+
+    shared: bool = False
+    threads: int | None = None
+
+
+_POOL: Final = _ThreadPool()
+
+
+def share_threads() -> None:
+    """Let all sessions of this process take their threads from one pool, as the `specrun` command does.
+
+    A target and its heads run in turn. With pools of their own the threads of one still wait for work while the other
+    runs, so a small head must do with one thread. It is for processes in which nothing else uses ONNX Runtime, whose
+    sessions all share the pool then or none does. Call it first; the first engine decides how many threads there are.
+    """
+    _POOL.shared = True
+
+
+def threads_are_shared() -> bool:
+    """Whether sessions of this process take their threads from one pool."""
+    return _POOL.shared
+
+
 def create_session(path: Path, *, threads: int, device: str = "cpu", shared_cpu: bool = False) -> Any:
     """An InferenceSession for the graph at `path`.
 
-    `shared_cpu`: another session runs in turn on the same cores, so idle threads must not spin between runs.
+    `shared_cpu`: another session runs in turn on the same cores, so idle threads must not spin between runs, unless
+    both have the same threads (`share_threads`).
     """
     ort = onnxruntime()
     if device != "cpu":
         raise BackendError(f"Device '{device}' is not supported yet: use --device cpu.")
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    if shared_cpu:
+    if _POOL.shared:
+        _take_pool(ort, threads)
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+    if shared_cpu and not _POOL.shared:
         options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         return ort.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises classes of its own without a common base
         raise BackendError(f"ONNX Runtime {ort.__version__} refused {path.name}: {first_line(error)}") from error
+
+
+def _take_pool(ort: Any, threads: int) -> None:
+    if _POOL.threads is None:
+        try:
+            ort.set_global_thread_pool_sizes(threads, 1)
+        except Exception as error:
+            raise BackendError(f"ONNX Runtime {ort.__version__} shares no threads: {first_line(error)}") from error
+        _POOL.threads = threads
+    elif threads != _POOL.threads:
+        raise BackendError(f"This process shares {_POOL.threads} threads: an engine with {threads} has no place in it.")
 
 
 def first_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.models_cache.layout import Bundle, cache_root
-from specrun.runtime.backend import onnxruntime
+from specrun.runtime.backend import onnxruntime, threads_are_shared
 from specrun.runtime.session import WIDEST_BARE, ModelSession, WidthRule
 
 VERSION = 3
@@ -187,7 +187,7 @@ def _tokens(count: int, vocabulary: int) -> list[int]:
 
 
 def _path(bundle: Bundle, threads: int) -> Path:
-    key = [VERSION, bundle.target_digest, onnxruntime().__version__, _processor(), threads]
+    key = [VERSION, bundle.target_digest, onnxruntime().__version__, _processor(), threads, threads_are_shared()]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cache_root() / "calibration" / f"{digest[:32]}.json"
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from specrun.models_cache.errors import UnsupportedModelError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator, find_speculator, scan_speculators, speculators_dir
-from specrun.runtime.backend import create_session
+from specrun.runtime.backend import create_session, threads_are_shared
 from specrun.runtime.feature_rows import Columns, pick_columns
 from specrun.runtime.head_estimate import HeadEstimate, estimates
 from specrun.runtime.head_sampling import HeadSampling
@@ -28,8 +28,8 @@ from specrun.runtime.tree_planner import TreePlanner
 
 HEAD_METHODS: Final = ("medusa", "eagle")
 ONE_THREAD_UP_TO: Final = 1024
-"""Hidden size up to which a head runs on one thread: its matrices are so small that waking others costs more, and the
-target's own threads, which still wait for work, are not in its way."""
+"""Hidden size up to which a head with threads of its own has one: its matrices are so small that waking others costs
+more, and the target's, which still wait for work, are not in its way."""
 
 
 def find_draft(bundle: Bundle, name_or_path: str | Path) -> Bundle | InstalledSpeculator:
@@ -67,7 +67,8 @@ class Heads:
 
     def __init__(self, bundle: Bundle, threads: int, device: str, chosen: InstalledSpeculator | None = None) -> None:
         self._bundle = bundle
-        self._threads = threads if bundle.manifest.sizes.hidden > ONE_THREAD_UP_TO else 1
+        small = bundle.manifest.sizes.hidden <= ONE_THREAD_UP_TO
+        self._threads = 1 if small and not threads_are_shared() else threads
         self._device = device
         self._chosen = chosen
         self._found: dict[str, InstalledSpeculator] = {}

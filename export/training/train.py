@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ EAGLE_STEPS = 3  # of the training-time test
 MEDUSA_BLOCKS = 2
 DRAFT_LAYERS = 2
 LEARNING_RATES = {"medusa": 1e-3, "eagle": 1e-3, "draft": 1e-3}
+CONTINUED_RATE = 0.5  # of the learning rate, where a training goes on from trained weights
 PASSES = {"medusa": 3.0, "eagle": 4.0, "draft": 4.0}
 
 
@@ -91,6 +92,7 @@ def train_speculator(
     threads: int,
     prompts: Sequence[Sequence[int]] | None = None,
     work: Path | None = None,
+    start: Speculator | None = None,
     restart: bool = False,
     force: bool = False,
     keep_features: bool = True,
@@ -100,7 +102,8 @@ def train_speculator(
 
     method: medusa, eagle or draft. tokens: of training text, self-written or answers to `prompts` (token ids, each
     once), which the methods share; passes: over it. work: where text and checkpoint are kept, by default under the
-    cache root; a killed training goes on from there, unless `restart`. keep_features: whether what the target computed
+    cache root; a killed training goes on from there, unless `restart`. start: a speculator from whose weights to go on,
+    with its vocabulary, instead of fresh ones. keep_features: whether what the target computed
     over the text stays on disk for the next training; otherwise it is computed again when it is needed.
     Raises UnsupportedModelError for a bundle without features, UsageError for settings that do not fit or a name that
     is taken (unless `force`), CacheError where the disk is too small.
@@ -110,6 +113,8 @@ def train_speculator(
     feature_width(bundle)
     ends = read_target_ends(bundle)
     config, taps = speculator_config(method, bundle, ends)
+    if start is not None and (start.method, start.config, start.taps) != (method, config, taps):
+        raise UsageError(f"Speculator {start.name!r} is not what `specrun train {method}` makes: train without --from.")
     if not force:
         _refuse_taken(bundle, name)
     folder = work or cache_root() / "training" / bundle.target_digest[:16]
@@ -124,9 +129,16 @@ def train_speculator(
         if device.type == "cpu":
             torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        parts = target_parts(bundle, ends, draft_vocabulary(store, bundle), device)
+        vocabulary = draft_vocabulary(store, bundle)
+        if start is not None and start.vocabulary is not None:
+            vocabulary = start.vocabulary.astype(np.int64)
+        parts = target_parts(bundle, ends, vocabulary, device)
         trained = _method(method, bundle, parts, device)
-        options = TrainingOptions(passes=passes or PASSES[method], learning_rate=LEARNING_RATES[method], seed=seed)
+        rate = LEARNING_RATES[method]
+        options = TrainingOptions(passes=passes or PASSES[method], learning_rate=rate, seed=seed)
+        if start is not None:
+            _copy_weights(trained, start)
+            options = replace(options, learning_rate=rate * CONTINUED_RATE, start=_weights_digest(start))
         columns = _columns(bundle, trained.read)
         trainer = Trainer(trained.model, trained.losses, trained.measure, store, options, columns, checkpoints, report)
         if restart:
@@ -143,7 +155,7 @@ def train_speculator(
             taps=taps,
             config=config,
             acceptance=tuple(map(tuple, scores.acceptance())),
-            report=_report(scores, trainer, store),
+            report=_report(scores, trainer, store, start),
             tensors=tensors,
         )
         picture = draw_report(speculator).encode("utf-8")
@@ -302,26 +314,49 @@ def _stored_tensors(trained: Method, parts: TargetParts) -> dict[str, NDArray[An
     return stored
 
 
+@torch.no_grad()
+def _copy_weights(trained: Method, start: Speculator) -> None:
+    """Raises UsageError if `start` lacks a tensor, or has one of another shape."""
+    for name, tensor in trained.model.tensors().items():
+        if name not in start or start.tensor(name).shape != tuple(tensor.shape):
+            raise UsageError(f"Speculator {start.name!r} has no {name} of the right shape: train without --from.")
+        tensor.copy_(torch.from_numpy(start.tensor(name)))
+
+
+def _weights_digest(speculator: Speculator) -> str:
+    digest = hashlib.sha256()
+    for name, array in sorted(speculator.tensors.items()):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _target(bundle: Bundle) -> SpeculatorTarget:
     manifest = bundle.manifest
     sizes = manifest.sizes
     return SpeculatorTarget(manifest.name, sizes.hidden, sizes.layers, sizes.vocabulary, manifest.source.files)
 
 
-def _report(scores: Scores, trainer: Trainer, store: TextStore) -> dict[str, Any]:
+def _report(scores: Scores, trainer: Trainer, store: TextStore, start: Speculator | None) -> dict[str, Any]:
+    """Tokens, minutes and the curve count from the first training, where this one went on from another."""
     options = trainer.options
+    before = {} if start is None else start.report
+    seen = before.get("tokens_seen", 0)
+    curve = [list(point) for point in before.get("curve", ())]
+    curve += [[seen + tokens, *rest] for tokens, *rest in trainer.state.curve]
     return {
         "text_tokens": store.tokens(),
-        "tokens_seen": trainer.state.step * options.rows * options.length,
+        "tokens_seen": seen + trainer.state.step * options.rows * options.length,
+        "tokens_seen_before": seen,
         "passes": options.passes,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
-        "minutes": round(trainer.state.seconds / 60, 1),
+        "minutes": round(before.get("minutes", 0.0) + trainer.state.seconds / 60, 1),
         "held_out": {
             "places": int(scores.counts[0, 0]),
             "mean_accepted_tokens": round(scores.mean_accepted_tokens(), 3),
         },
-        "curve": [list(point) for point in trainer.state.curve],
+        "curve": curve,
     }
 
 

@@ -40,13 +40,17 @@ CHECKPOINT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """passes: over the text. rows x length: positions of a batch. learning_rate: the highest, after the warm-up."""
+    """passes: over the text. rows x length: positions of a batch. learning_rate: the highest, after the warm-up.
+
+    start: a digest of the weights that the training goes on from, empty for fresh ones.
+    """
 
     passes: float
     learning_rate: float
     rows: int = 4
     length: int = 512
     seed: int = 0
+    start: str = ""
 
 
 @dataclass(slots=True)
