@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     metavar="NAME,...",
     default="none,ngram",
     show_default=True,
-    help="Methods, such as none,ngram,eagle+ngram; ngram:4 fixes K to 4.",
+    help="Methods, such as none,ngram,eagle+ngram; ngram:4 fixes K to 4, lookahead:5/4/5 sets W, N and G.",
 )
 @click.option("--draft-length", "-k", type=click.IntRange(min=1), metavar="K", help="K of methods without one.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens of each text.")
@@ -71,6 +71,7 @@ def bench(
       specrun bench
       specrun bench --methods none,ngram,ngram:4 --max-tokens 64 --repeats 1
       specrun bench --methods ngram,eagle,eagle+ngram
+      specrun bench --methods none,lookahead,lookahead:5/4/5
       specrun bench --prompts questions.jsonl --per-category 2 --output runs.jsonl
     """
     from specrun.runtime.bench import environment, load_prompts, run_bench, summarise
@@ -99,6 +100,9 @@ def bench(
     click.echo(_line(*names, "equal"))
     for row in rows:
         click.echo(_line(*_cells(row)))
+    losing = [row.method for row in rows if row.category == rows[-1].category and row.loses]
+    if losing:
+        note(f"Slower here than plain decoding: {', '.join(losing)}")
 
 
 def _built_in() -> list[BenchPrompt]:

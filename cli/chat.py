@@ -135,6 +135,6 @@ class _Conversation:
         if self._as_json:
             echo_json(result.to_json())
         if self._stats:
-            note(stats_line(result, self._request))
+            note(stats_line(result, self._request, self._engine.calibration.cost))
         if interrupted and not self._terminal:
             raise click.exceptions.Exit(INTERRUPTED)

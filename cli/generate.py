@@ -84,7 +84,7 @@ def generate(
             result, interrupted = show_answer(stream, show=not as_json, colour=use_colour(color))
             request["seed"] = result.seed
             if stats:
-                note(stats_line(result, request))
+                note(stats_line(result, request, engine.calibration.cost))
             listed = tokens or logprobs is not None
             texts = [engine.tokenizer.token_text(token.id) for token in result.tokens] if listed else None
             objects.append(result.to_json(texts))

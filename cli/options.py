@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from specrun.cli.types import lookahead_shape
+
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MAX_TOKENS = 512
 
@@ -27,12 +29,20 @@ _ENGINE: tuple[Decorator, ...] = (
     click.option("--yes", is_flag=True, help=f"Get {DEFAULT_MODEL} without asking if it is not here yet."),
 )
 
+LOOKAHEAD: Decorator = click.option(
+    "--lookahead",
+    type=lookahead_shape,
+    metavar="W,N,G",
+    help="For --method lookahead: columns of its window, length of its n-grams, guesses a token; by default 3,3,3.",
+)
+
 _SPECULATION: tuple[Decorator, ...] = (
     click.option(
         "--method",
-        help="How to draft: none, ngram (repeats of what was read or written), draft (a small model), medusa or eagle "
-        "(heads on top of the model), or two in turn: eagle+ngram, medusa+ngram, draft+ngram. By default what --draft "
-        "names, else ngram. The text is the same with each, unless --sampling is rejection.",
+        help="How to draft: none, ngram (repeats of what was read or written), lookahead (the model's own guesses, "
+        "made beside the text), draft (a small model), medusa or eagle (heads on top of the model), or two in turn: "
+        "eagle+ngram, medusa+ngram, draft+ngram. By default what --draft names, else ngram. The text is the same "
+        "with each, unless --sampling is rejection.",
     ),
     click.option(
         "--draft-length",
@@ -44,6 +54,7 @@ _SPECULATION: tuple[Decorator, ...] = (
         metavar="K",
         help="Draft tokens a round; by default as many as pay.",
     ),
+    LOOKAHEAD,
     click.option(
         "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, show_default=True, help="Write at most so many tokens."
     ),
@@ -98,6 +109,7 @@ _ENGINE_NAMES = ("model", "draft", "threads", "device", "context", "yes")
 _REQUEST_NAMES = (
     "method",
     "draft_length",
+    "lookahead",
     "max_tokens",
     "min_tokens",
     "stop",

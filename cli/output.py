@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,6 +24,7 @@ EXACTNESS = {
     "distribution": "exact in distribution",
 }
 _CLEAR = "\r\x1b[K"
+_CLEAR_LOSS = 0.95  # of plain decoding's speed: an estimate from measured costs is not better than a few per cent
 _PATIENCE_S = 1.0  # before a wait is mentioned
 _INTERVAL_S = 1.0  # between lines of progress
 
@@ -132,8 +133,13 @@ def coloured(piece: Piece) -> str:
     return piece.text
 
 
-def stats_line(result: Result, request: dict[str, Any]) -> str:
-    """The line of `--stats`; `request` holds the options as `Engine.stream` takes them."""
+def stats_line(result: Result, request: dict[str, Any], cost: Callable[[int], float]) -> str:
+    """The line of `--stats`; `request` holds the options as `Engine.stream` takes them, cost(width) is a target run's.
+
+    Where drafting clearly lost by that cost it says so.
+    """
+    from specrun.runtime.worth import speed_ratio
+
     counts, rate = result.speculation, result.to_json()["timings"]["decode_tokens_per_s"]
     exact = EXACTNESS[result.exactness]
     written = f"{result.usage.completion_tokens} tokens"
@@ -152,4 +158,7 @@ def stats_line(result: Result, request: dict[str, Any]) -> str:
     ]
     if result.seed is not None:
         parts.append(f"seed {result.seed}")
+    ratio = speed_ratio(counts, cost)
+    if ratio is not None and ratio < _CLEAR_LOSS:
+        parts.append(f"slower here than plain decoding (about {ratio:.2f} times its speed)")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Lists on the command line: `ngram,draft`, `none,ngram:4` and `1,2,4`."""
+"""Lists on the command line: `ngram,draft`, `none,ngram:4,lookahead:5/4/5` and `1,2,4`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def methods(value: str) -> tuple[str, ...]:
 
 
 def timed_methods(value: str) -> tuple[str, ...]:
-    """The methods of a list, each with a K of its own if it has one: `ngram:4`."""
+    """The methods of a list, each with a K of its own if it has one, `ngram:4`, or a shape: `lookahead:5/4/5`."""
     parts = [entry.partition(":") for entry in value.replace(",", " ").split()]
     names = methods(",".join(name for name, _, _ in parts))
     found = tuple(f"{name}{colon}{k}" for name, (_, colon, k) in zip(names, parts, strict=True))
@@ -30,9 +30,24 @@ def timed_methods(value: str) -> tuple[str, ...]:
         if colon:
             if method == "none":
                 raise click.BadParameter("'none' drafts nothing and takes no K.")
-            if len(numbers(k)) != 1:
+            if method == "lookahead" and "/" in k:
+                lookahead_shape(k.replace("/", ","))
+            elif len(numbers(k)) != 1:
                 raise click.BadParameter(f"{entry!r} must have one K, as in ngram:4.")
     return found
+
+
+def lookahead_shape(value: str) -> tuple[int, ...]:
+    """W, N and G of lookahead decoding."""
+    from specrun.models_cache.errors import UsageError
+    from specrun.runtime.lookahead import LookaheadShape
+
+    shape = numbers(value)
+    try:
+        LookaheadShape.of(shape)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
+    return shape
 
 
 def numbers(value: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from specrun.cli.opening import open_engine
-from specrun.cli.options import engine_options, engine_values
+from specrun.cli.options import LOOKAHEAD, engine_options, engine_values
 from specrun.cli.output import echo_json, note, progress_line
 from specrun.cli.types import methods as method_names
 from specrun.cli.types import numbers
@@ -41,6 +41,7 @@ from specrun.cli.types import numbers
     show_default=True,
     help="Values of K; adaptive is added.",
 )
+@LOOKAHEAD
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify(
     prompts_file: Path | None,
@@ -48,14 +49,15 @@ def verify(
     max_tokens: int,
     methods: tuple[str, ...] | None,
     draft_lengths: tuple[int, ...],
+    lookahead: tuple[int, ...] | None,
     as_json: bool,
     **values: Any,
 ) -> None:
     """Prove that speculation changes no text.
 
     Every method and draft length is compared with plain decoding, greedy and sampled, token by token; medusa and eagle
-    propose chains with a draft length and token trees where it is adaptive. Ends with exit code 1 at the first text
-    that differs, and says where.
+    propose chains with a draft length and token trees where it is adaptive, lookahead trees of that depth. Ends with
+    exit code 1 at the first text that differs, and says where.
 
     \b
     Examples:
@@ -80,6 +82,7 @@ def verify(
             prompts[:limit],
             methods=methods,
             draft_lengths=draft_lengths,
+            lookahead=lookahead,
             max_tokens=max_tokens,
             progress=progress.on_terminal,
         )

@@ -20,6 +20,7 @@ from specrun.models_cache.errors import IntegrityError, UsageError
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.runtime.backend import onnxruntime
 from specrun.runtime.engine import Engine, Prompt
+from specrun.runtime.request import RequestOptions
 from specrun.runtime.session import WidthRule
 
 BASELINE = "baseline"
@@ -79,6 +80,11 @@ class Summary:
     overhead_ms: float
     equal: bool | None
 
+    @property
+    def loses(self) -> bool:
+        """Whether the method drafts, and is slower than the fastest plain loop."""
+        return self.method not in (BASELINE, "none") and self.ratio < 1.0
+
 
 def load_prompts(path: Path, *, per_category: int | None = None) -> list[BenchPrompt]:
     """Prompts of a JSONL file of objects with `turns`, `prompt` or `messages`, and optionally `category` and an id.
@@ -129,7 +135,9 @@ def run_bench(
     output: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Run]:
-    """Time the baseline and `methods` on every prompt, in turn, `repeats` times; "ngram:4" fixes K to 4.
+    """Time the baseline and `methods` on every prompt, in turn, `repeats` times.
+
+    "ngram:4" fixes K to 4, "lookahead:5/4/5" sets window, n-grams and guesses.
 
     output: a JSONL file of runs; those already in it, of the same settings, are not run again.
     """
@@ -165,15 +173,12 @@ def _order(
 def _time(
     engine: Engine, prompt: BenchPrompt, label: str, repeat: int, draft_length: int | None, max_tokens: int
 ) -> Run:
-    method, _, fixed = label.partition(":")
-    length = int(fixed) if fixed else draft_length
     engine.reset()
     rule = engine.target.width_rule
-    if method == BASELINE:
-        method, length = "none", None
+    if label == BASELINE:
         engine.target.width_rule = WidthRule(padded=False, exact=False)
     try:
-        stream = engine.stream(prompt.prompt, method=method, draft_length=length, max_tokens=max_tokens)
+        stream = engine.stream(prompt.prompt, **_request(label, draft_length, max_tokens))
         next(stream)  # the prefill
         before = engine.onnx_seconds
         for _ in stream:
@@ -198,6 +203,19 @@ def _time(
         draft_s=result.speculation.draft_s,
         verify_s=result.speculation.verify_s,
     )
+
+
+def _request(label: str, draft_length: int | None, max_tokens: int) -> RequestOptions:
+    """The options that a label stands for."""
+    method, _, fixed = label.partition(":")
+    options: RequestOptions = {"method": method, "draft_length": draft_length, "max_tokens": max_tokens}
+    if label == BASELINE:
+        options["method"] = "none"
+    elif "/" in fixed:
+        options["lookahead"] = [*map(int, fixed.split("/"))]
+    elif fixed:
+        options["draft_length"] = int(fixed)
+    return options
 
 
 def summarise(runs: Iterable[Run]) -> list[Summary]:

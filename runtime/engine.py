@@ -25,11 +25,13 @@ from specrun.runtime.chooser import Chooser
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.head_estimate import estimates
 from specrun.runtime.heads import HEAD_METHODS, Heads, find_draft
+from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.ngram_table import NgramTable
 from specrun.runtime.proposal import Proposer
 from specrun.runtime.proposers import draft as draft_method
 from specrun.runtime.proposers import ngram as ngram_method
 from specrun.runtime.proposers.combined import CombinedProposer
+from specrun.runtime.proposers.lookahead import LookaheadProposer
 from specrun.runtime.request import METHODS, Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
 from specrun.runtime.session import ModelSession, session_opener
@@ -165,9 +167,8 @@ class Engine:
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods that this engine can run, of `METHODS`."""
-        bases = {"none", "ngram"} | {base for base in ("draft", *HEAD_METHODS) if self._heads.find(base) is not None}
-        if self._draft is not None:
-            bases.add("draft")
+        bases = {base for base in ("draft", *HEAD_METHODS) if self._heads.find(base) is not None}
+        bases |= {"none", "ngram", "lookahead"} if self._draft is None else {"none", "ngram", "lookahead", "draft"}
         return tuple(method for method in METHODS if method.partition("+")[0] in bases)
 
     def require_method(self, method: str) -> None:
@@ -185,13 +186,13 @@ class Engine:
         return MARGIN if set(self.bundle.manifest.precision.values()) == {"fp32"} else None
 
     def load_ngrams(self, path: Path) -> None:
-        """Take the earlier texts of a saved table, so that what was written before helps later requests."""
+        """Take the earlier texts and the pool of a saved table, so that what was written helps later requests."""
         manifest = self.bundle.manifest
         with self._exclusive():
             self._table = NgramTable.load(path, tokens=manifest.sizes.tokens, eos_ids=manifest.special_ids.eos)
 
     def save_ngrams(self, path: Path) -> None:
-        """Save the texts of this engine's requests."""
+        """Save the texts of this engine's requests, and the pool of n-grams that lookahead decoding filled."""
         with self._exclusive():
             self._table.save(path)
 
@@ -319,6 +320,8 @@ class Engine:
         fixed = request.options.draft_length
         if base == "none" or fixed == 0:
             return None
+        if base == "lookahead":
+            return LookaheadProposer(self._table, request.lookahead, tokens=self.bundle.manifest.sizes.tokens)
         cost = self.calibration.cost
         planner = DraftLengthPlanner(cost, fixed=fixed)
         ngram = ngram_method.NgramProposer(self._table, planner, self._ngram_estimate)
@@ -377,7 +380,7 @@ class Engine:
             self._draft_tokens = list(committed[: min(self._draft.length, sure)])
         if used[0] in HEAD_METHODS and drafted:
             self._heads.finish(used[0], committed)
-        if "ngram" in used:
+        if {"ngram", "lookahead"} & {*used}:
             self._table.add_text(committed)
 
     def _new_table(self) -> NgramTable:
@@ -390,11 +393,3 @@ class Engine:
             yield
         finally:
             self.release()
-
-
-def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first items two sequences share."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))

@@ -90,3 +90,11 @@ class KVCache:
         self.values, self._arrays = [], []
         self.lengths = [0] * self.batch
         self.capacity = 0
+
+
+def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first items two sequences share."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))

@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from specrun.runtime.chooser import Chooser
-from specrun.runtime.proposal import EMPTY, Proposer
+from specrun.runtime.proposal import EMPTY, Proposer, TakesLogits
 from specrun.runtime.result import SpeculationStats, Token
 from specrun.runtime.session import ModelSession
 
@@ -71,6 +71,7 @@ def speculate(
     yield [chooser.token(token, "prefill", logits, 0)]
 
     carried, exact = EMPTY, target.length
+    watching: TakesLogits | None = proposer if isinstance(proposer, TakesLogits) else None
     try:
         while len(committed) < limits.length and committed[-1] not in limits.eos:
             # propose
@@ -115,6 +116,8 @@ def speculate(
             if proposer is not None:
                 own = tuple([node - head for node in path if node >= head]) if head else path
                 judged = decision.rejected and len(path) >= head
+                if watching is not None:
+                    watching.take_logits(logits[head:])
                 proposer.observe(evaluated=len(own) + judged, accepted=len(own), path=own)
                 proposer.rewind_to(min(length + main, len(committed) - 1))
                 end = len(committed) + len(carried) - 1

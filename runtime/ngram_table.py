@@ -3,7 +3,7 @@
 Used for prompt-lookup and n-gram proposals (Saxena 2023; Yang et al. 2023), and over earlier requests (the idea of
 SuffixDecoding, Oliaro et al. 2024). Every n-gram of length 1 .. max_n that has a follower is in one dict, keyed by the
 n-gram packed into one integer, with the place of its newest follower; what an entry held before stands in an undo log,
-so that `rewind_to` restores the exact state.
+so that `rewind_to` restores the exact state. Beside the texts stands the pool of lookahead decoding (`ngram_pool`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.models_cache.errors import CacheError, IntegrityError, UsageError
+from specrun.runtime.ngram_pool import NgramPool
 
 __all__ = ["Agreement", "Match", "NgramTable"]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2  # 1 had no pool
 _TOKEN_BITS: Final = 32
 _TOKEN_END: Final = 2**_TOKEN_BITS - 1  # token + 1 must fit into the bits
 _NONE: Final = -1
@@ -91,17 +92,28 @@ def _member(archive: zipfile.ZipFile, name: str, dtype: type[np.generic], dimens
     return values
 
 
-def _read(file: BinaryIO, vocabulary: int) -> list[list[int]]:
-    """The texts of a file that `NgramTable.save` wrote; ValueError and the errors of zipfile if it is anything else."""
+def _read(file: BinaryIO, vocabulary: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The texts and the pool of a file that `NgramTable.save` wrote, as lists of tokens.
+
+    ValueError and the errors of zipfile if it is anything else.
+    """
     data = file.read(_FILE_END)
     if len(data) == _FILE_END:
         raise ValueError("too large")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        version = _member(archive, "format.npy", np.int64, 0)
-        tokens = _member(archive, "tokens.npy", np.uint32, 1)
-        lengths = _member(archive, "lengths.npy", np.int64, 1)
-    if int(version[0]) != _FORMAT:
-        raise ValueError(f"format {int(version[0])}, not {_FORMAT}")
+        version = int(_member(archive, "format.npy", np.int64, 0)[0])
+        if version not in (1, _FORMAT):
+            raise ValueError(f"format {version}, not {_FORMAT}")
+        texts = _lists(archive, "tokens.npy", "lengths.npy", vocabulary)
+        grams = _lists(archive, "pool.npy", "pool_lengths.npy", vocabulary) if version == _FORMAT else []
+    if any(len(gram) < 2 for gram in grams):
+        raise ValueError("the pool has an n-gram of one token")
+    return texts, grams
+
+
+def _lists(archive: zipfile.ZipFile, tokens_name: str, lengths_name: str, vocabulary: int) -> list[list[int]]:
+    """Lists of tokens that were written one behind the other, with their lengths."""
+    tokens, lengths = _member(archive, tokens_name, np.uint32, 1), _member(archive, lengths_name, np.int64, 1)
     ends = list(itertools.accumulate(lengths.tolist()))
     if (lengths.size and int(lengths.min()) < 1) or (ends[-1] if ends else 0) != tokens.size:
         raise ValueError("the lengths do not add up")
@@ -122,6 +134,7 @@ class NgramTable:
     max_n           longest suffix looked up
     eos_ids         ids that are never proposed
     earlier_tokens  room for earlier texts, in tokens; the oldest text is dropped first (about 0.4 kB a token)
+    pool            what lookahead decoding adds; `lookup` does not look there
 
     >>> table = NgramTable(); table.extend([5, 6, 7, 5, 6]); table.lookup(3)
     Match(length=2, tokens=(7, 5, 6))
@@ -141,6 +154,7 @@ class NgramTable:
         self._bases: list[int] = []  # where each stands in a numbering of all texts ever added
         self._next_base = 0
         self._earlier_followers: dict[int, int] = {}
+        self.pool = NgramPool(eos_ids=self.eos_ids)
 
     def __len__(self) -> int:
         """Tokens of the current text."""
@@ -263,15 +277,17 @@ class NgramTable:
         return tuple(tokens)
 
     def save(self, path: Path | str) -> None:
-        """Write the earlier texts to a .npz file, whole or not at all; CacheError if the folder refuses."""
+        """Write earlier texts and pool to a .npz file, whole or not at all; CacheError if the folder refuses."""
         path = Path(path)
-        tokens = np.array([token for text in self._earlier for token in text], np.uint32)
-        lengths = np.array([len(text) for text in self._earlier], np.int64)
+        arrays: dict[str, npt.NDArray[Any]] = {"format": np.array(_FORMAT, np.int64)}
+        for lists, tokens, lengths in ((self._earlier, "tokens", "lengths"), ([*self.pool], "pool", "pool_lengths")):
+            arrays[tokens] = np.array([token for one in lists for token in one], np.uint32)
+            arrays[lengths] = np.array([len(one) for one in lists], np.int64)
         temporary = None
         try:
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
                 temporary = file.name
-                np.savez(file, format=np.array(_FORMAT, np.int64), tokens=tokens, lengths=lengths)
+                np.savez(file, **arrays)  # type: ignore[arg-type]
             os.replace(temporary, path)
         except OSError as error:
             if temporary is not None:
@@ -288,7 +304,7 @@ class NgramTable:
         eos_ids: Collection[int] = (),
         earlier_tokens: int = 16_384,
     ) -> NgramTable:
-        """A table that holds the earlier texts of a file which `save` wrote.
+        """A table that holds the earlier texts and the pool of a file which `save` wrote.
 
         tokens  size of the vocabulary: ids from there on belong to another model
 
@@ -299,11 +315,13 @@ class NgramTable:
         table = cls(max_n, eos_ids=eos_ids, earlier_tokens=earlier_tokens)
         try:
             with open(path, "rb") as file:
-                texts = _read(file, tokens)
+                texts, grams = _read(file, tokens)
         except OSError as error:
             raise CacheError(f"Cannot read {path}: {error.strerror}.") from error
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
             raise IntegrityError(f"{path} is not a table of earlier texts ({error}): name another file.") from error
         for text in texts:
             table.add_text(text)
+        for token, *gram in grams:
+            table.pool.add(token, tuple(gram), len(grams))
         return table

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specrun.runtime.sampling import Distribution
 
-__all__ = ["EMPTY", "MAX_NODES", "Proposal", "ProposalKind", "Proposer"]
+__all__ = ["EMPTY", "MAX_NODES", "Proposal", "ProposalKind", "Proposer", "TakesLogits"]
 
 ProposalKind = Literal["deterministic", "sampled"]
 
@@ -185,4 +185,17 @@ class Proposer(Protocol):
 
     def close(self) -> None:
         """Free sessions and caches; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class TakesLogits(Protocol):
+    """What a proposer has besides, if it looks at what the target made of its nodes; asked once a request."""
+
+    def take_logits(self, logits: NDArray[np.float32]) -> None:
+        """Take the target's logits f32 [n + 1, V] after the context and after the first n nodes of the last proposal.
+
+        Comes after each run, before `observe`. Nodes that the loop left out have none. The next run overwrites the
+        array: copy.
+        """
         ...

@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from typing import Any, Final, TypedDict, Unpack
 
 from specrun.models_cache.errors import UsageError
+from specrun.runtime.lookahead import LookaheadShape
 from specrun.runtime.options import GenerationOptions, SamplingMode, SamplingOptions
 
-METHODS: Final = ("none", "draft", "ngram", "medusa", "eagle", "draft+ngram", "medusa+ngram", "eagle+ngram")
+METHODS: Final = (
+    "none",
+    "draft",
+    "ngram",
+    "lookahead",
+    "medusa",
+    "eagle",
+    "draft+ngram",
+    "medusa+ngram",
+    "eagle+ngram",
+)
 """What a request may name; "ngram+eagle" and so on mean the same as "eagle+ngram"."""
 
 
@@ -19,6 +30,8 @@ class RequestOptions(TypedDict, total=False):
 
     method               one of `METHODS`; by default that of the draft model or speculator given, else "ngram"
     draft_length         draft tokens a round (K); by default as many as pay, by the acceptance seen
+    lookahead            (W, N, G) of method "lookahead": columns of its window, length of its n-grams, guesses a token;
+                         (3, 3, 3) by default
     max_tokens           at most so many tokens; by default what the context holds
     min_tokens           not to end before so many tokens (0)
     stop                 a string, or several, before which the text ends
@@ -35,6 +48,7 @@ class RequestOptions(TypedDict, total=False):
 
     method: str | None
     draft_length: int | None
+    lookahead: Sequence[int] | None
     max_tokens: int | None
     min_tokens: int
     stop: str | Sequence[str]
@@ -63,6 +77,7 @@ class Request:
     system: str | None
     raw: bool
     sample_index: int
+    lookahead: LookaheadShape
 
 
 _SAMPLING_NAMES: Final = (
@@ -93,6 +108,9 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         raise UsageError(f"Unknown method '{method}': choose one of {', '.join(METHODS)}.")
     if isinstance(sample_index, bool) or not isinstance(sample_index, int) or not 0 <= sample_index < 2**64:
         raise UsageError(f"sample_index must be a whole number from 0 to 2**64 - 1, not {sample_index!r}.")
+    shape = given.get("lookahead")
+    if shape is not None and method != "lookahead":
+        raise UsageError("lookahead sets up the method of that name: choose method 'lookahead' too.")
     stop = given.get("stop", ())
     sampling = SamplingOptions(
         mode=given.get("sampling", "coupled"), **{name: given[name] for name in _SAMPLING_NAMES if name in given}
@@ -102,7 +120,14 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         sampling=sampling if sampling.greedy else sampling.seeded(),
         **{name: given[name] for name in _GENERATION_NAMES if name in given},
     )
-    return Request(generation, method, given.get("system"), bool(given.get("raw", False)), sample_index)
+    return Request(
+        generation,
+        method,
+        given.get("system"),
+        bool(given.get("raw", False)),
+        sample_index,
+        LookaheadShape() if shape is None else LookaheadShape.of(shape),
+    )
 
 
 def canonical_method(method: str) -> str:

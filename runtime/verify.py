@@ -10,7 +10,8 @@ import numpy as np
 
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.progress import Progress, no_progress
-from specrun.runtime.engine import Engine, Prompt, shared_prefix
+from specrun.runtime.engine import Engine, Prompt
+from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.request import METHODS, canonical_method
 
 DRAFT_LENGTHS: Final = (1, 2, 3, 4, 5, 8, 16)
@@ -49,13 +50,15 @@ def verify(
     *,
     methods: Sequence[str] | None = None,
     draft_lengths: Sequence[int] = DRAFT_LENGTHS,
+    lookahead: Sequence[int] | None = None,
     max_tokens: int = 64,
     progress: Progress | None = None,
 ) -> Iterator[VerifyCase]:
     """Yield a case for every method x draft length (and the adaptive one) x {greedy, coupled}, as they are done.
 
-    A draft length is that of a chain; heads with the adaptive one propose token trees. The width probe is run anew
-    first. prompts: a built-in set by default. methods: all that the engine can run by default.
+    A draft length is that of a chain; heads with the adaptive one propose token trees, and so does lookahead with all,
+    of that depth. The width probe is run anew first. prompts: a built-in set by default. methods: all that the engine
+    can run by default. lookahead: as in `RequestOptions`.
     """
     report = progress or no_progress
     prompts = PROMPTS if prompts is None else prompts
@@ -74,10 +77,12 @@ def verify(
         expected = []
         for index, prompt in enumerate(prompts):
             report(f"plain decoding, {sampling}", index, len(prompts))
-            expected.append(_tokens(engine, prompt, max_tokens, method="none", **options))
+            expected.append(_tokens(engine, prompt, method="none", max_tokens=max_tokens, **options))
         for method in methods:
+            shape: dict[str, Any] = {"lookahead": lookahead} if method == "lookahead" else {}
             for draft_length in (*draft_lengths, None):
-                yield _case(engine, prompts, expected, method, draft_length, sampling, max_tokens, report)
+                how = {**options, **shape, "max_tokens": max_tokens}
+                yield _case(engine, prompts, expected, method, draft_length, sampling, how, report)
 
 
 def _case(
@@ -87,13 +92,13 @@ def _case(
     method: str,
     draft_length: int | None,
     sampling: str,
-    max_tokens: int,
+    options: dict[str, Any],
     report: Progress,
 ) -> VerifyCase:
     compared = 0
     for index, (prompt, wanted) in enumerate(zip(prompts, expected, strict=True)):
         report(f"{method}, K = {draft_length or 'adaptive'}, {sampling}", index, len(prompts))
-        got = _tokens(engine, prompt, max_tokens, method=method, draft_length=draft_length, **SAMPLINGS[sampling])
+        got = _tokens(engine, prompt, method=method, draft_length=draft_length, **options)
         compared += len(wanted)
         if got != wanted:
             text = f"prompt {index + 1}: {describe_difference(engine, prompt, wanted, got)}"
@@ -114,5 +119,5 @@ def describe_difference(engine: Engine, prompt: Prompt, wanted: Sequence[int], g
     return text
 
 
-def _tokens(engine: Engine, prompt: Prompt, max_tokens: int, **options: Any) -> tuple[int, ...]:
-    return engine.generate(prompt, max_tokens=max_tokens, **options).token_ids
+def _tokens(engine: Engine, prompt: Prompt, **options: Any) -> tuple[int, ...]:
+    return engine.generate(prompt, **options).token_ids

@@ -27,7 +27,7 @@ from specrun.models_cache import Bundle, SpecrunError, fetch_source, find_bundle
 from specrun.models_cache.errors import ModelNotFoundError
 from specrun.runtime.backend import default_threads
 from specrun.runtime.bench import BenchPrompt, load_prompts
-from specrun.runtime.engine import shared_prefix
+from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.verify import PROMPTS
 
 HERE = Path(__file__).resolve().parent

@@ -71,7 +71,7 @@ class TestText:
         end_text(text)
         assert capsys.readouterr().out == ending
 
-    @pytest.mark.parametrize("method", ["none", "ngram"])
+    @pytest.mark.parametrize("method", ["none", "ngram", "lookahead"])
     @pytest.mark.parametrize("extra", [(), ("--temperature", "1", "--seed", "7")])
     def test_methods_agree(self, method: str, extra: tuple[str, ...]) -> None:
         assert generate("Hello", "--method", method, *extra).stdout == generate("Hello", *extra).stdout
@@ -192,6 +192,14 @@ class TestJson:
         seeds = {sample["seed"] for sample in body("--n", "2", "--temperature", "1", "Hello")["samples"]}
         assert len(seeds) == 1
 
+    def test_stats_say_what_loses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        arguments = ("--stats", "--method", "lookahead", "--lookahead", "2,3,2", "Hello")
+        for ratio, loses in ((0.81, True), (0.97, False), (1.4, False), (None, False)):
+            monkeypatch.setattr("specrun.runtime.worth.speed_ratio", lambda *_, ratio=ratio: ratio)
+            line = generate(*arguments).stderr.splitlines()[-1]
+            assert "method lookahead" in line
+            assert ("slower here than plain decoding (about 0.81 times its speed)" in line) == loses
+
     def test_samples_as_text(self) -> None:
         texts = [expected(temperature=1.0, seed=5, sample_index=index) + "\n" for index in range(2)]
         result = generate("--n", "2", "--temperature", "1", "--seed", "5", "Hello")
@@ -208,6 +216,9 @@ class TestRefusals:
             ("--top-p", "0", "x"),
             ("--method", "magic", "x"),
             ("--method", "draft", "x"),
+            ("--lookahead", "3,3,3", "x"),
+            ("--method", "lookahead", "--lookahead", "3,3", "x"),
+            ("--method", "lookahead", "--lookahead", "a,b,c", "x"),
             ("--max-tokens", "-1", "x"),
             ("--logprobs", "2", "x"),
             ("--tokens", "x"),

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,10 @@ def test_the_table() -> None:
     assert result.exit_code == 0, result.stderr
     header, *rows = [line.split() for line in result.stdout.splitlines()]
     assert header == ["method", "K", "sampling", "prompts", "tokens", "equal"]
-    assert [row[:3] for row in rows] == [["ngram", k, s] for s in ("greedy", "coupled") for k in ("1", "4", "adaptive")]
+    cases = itertools.product(("greedy", "coupled"), ("ngram", "lookahead"), ("1", "4", "adaptive"))
+    assert [row[:3] for row in rows] == [[method, k, sampling] for sampling, method, k in cases]
     assert all(row[3:] == ["4", "80", "yes"] for row in rows)
-    assert "all 6 cases equal plain decoding (bitwise)" in result.stderr
+    assert "all 12 cases equal plain decoding (bitwise)" in result.stderr
 
 
 def test_json_and_a_file_of_prompts(tmp_path: Path) -> None:
@@ -70,6 +74,9 @@ def test_the_first_difference_ends_it(monkeypatch: pytest.MonkeyPatch, as_json: 
         ("--draft-lengths", "0"),
         ("--draft-lengths", "x"),
         ("--limit", "0"),
+        ("--lookahead", "3,3"),
+        ("--lookahead", "7,5,7"),
+        ("--lookahead", "0,3,3"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
@@ -78,7 +85,19 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "methods", ["magic", "ngram+eagle+draft", "none,ngram:0", "ngram:x", "ngram:1:2", "none:4", ","]
+    "methods",
+    [
+        "magic",
+        "ngram+eagle+draft",
+        "none,ngram:0",
+        "ngram:x",
+        "ngram:1:2",
+        "none:4",
+        ",",
+        "lookahead:5/4",
+        "lookahead:7/5/7",
+        "ngram:3/3/3",
+    ],
 )
 @pytest.mark.parametrize("command", ["verify", "bench"])
 def test_methods_are_checked_before_the_model_is_looked_for(command: str, methods: str) -> None:
@@ -132,3 +151,19 @@ def test_bench(tmp_path: Path) -> None:
     assert path.read_text() == kept
     assert [row["method"] for row in value["summary"]] == ["baseline", "none", "ngram"]
     assert value["environment"]["model"] == "tiny"
+
+
+def test_bench_says_what_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrun.runtime import bench
+
+    ratios = {"baseline": 1.0, "none": 0.9, "ngram": 1.2, "lookahead:2/3/2": 0.8}
+    summarise = bench.summarise
+
+    def scaled(runs: Iterable[bench.Run]) -> list[bench.Summary]:
+        return [replace(row, ratio=ratios[row.method]) for row in summarise(runs)]
+
+    monkeypatch.setattr(bench, "summarise", scaled)
+    arguments = ["bench", "--model", "tiny", "--max-tokens", "4", "--repeats", "1"]
+    result = CliRunner().invoke(main, [*arguments, "--methods", "none,ngram,lookahead:2/3/2"])
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.splitlines()[-1] == "Slower here than plain decoding: lookahead:2/3/2"

@@ -16,6 +16,7 @@ from specrun.runtime.kv_cache import CAPACITY_STEP
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.proposers.eagle import EagleProposer
 from specrun.runtime.proposers.medusa import MedusaProposer
+from specrun.runtime.request import METHODS as METHODS_OF_ALL
 from specrun.runtime.speculator import EagleSession
 from specrun.runtime.verify import verify
 
@@ -149,10 +150,9 @@ def test_heads_that_are_never_right_are_given_up(models: TinyModels, monkeypatch
 
 
 def test_methods_of_an_engine(models: TinyModels) -> None:
-    assert models.engine("tgt").methods == ("none", "ngram")
-    assert models.engine("tgt", "mix").methods == ("none", "draft", "ngram", "draft+ngram")
-    everything = ("none", "draft", "ngram", "medusa", "eagle", "draft+ngram", "medusa+ngram", "eagle+ngram")
-    assert models.engine("heads").methods == everything
+    assert models.engine("tgt").methods == ("none", "ngram", "lookahead")
+    assert models.engine("tgt", "mix").methods == ("none", "draft", "ngram", "lookahead", "draft+ngram")
+    assert models.engine("heads").methods == METHODS_OF_ALL
     assert models.engine("heads").default_method == "ngram"
     swapped = models.engine("heads").generate("a", method="ngram+eagle", max_tokens=2, **RAW)
     assert swapped.method == "eagle+ngram"
@@ -184,7 +184,7 @@ def test_verify_covers_heads(models: TinyModels) -> None:
     found = list(verify(models.engine("heads-int8"), PROMPTS[:2], draft_lengths=(3,), max_tokens=16))
     assert all(case.equal for case in found)
     assert {(case.method, case.draft_length) for case in found} == {
-        (method, draft_length) for method in ("ngram", *METHODS) for draft_length in (3, None)
+        (method, draft_length) for method in METHODS_OF_ALL[1:] for draft_length in (3, None)
     }
 
 

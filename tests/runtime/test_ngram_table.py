@@ -173,11 +173,16 @@ def test_dropping_a_text_keeps_what_newer_texts_hold():
     assert table.lookup(1) == Match(2, (4,))
 
 
+POOL = [(4, 1, 2), (7, 8), (7, 0, 1, 2)]
+
+
 @pytest.fixture
 def saved(tmp_path):
     table = NgramTable()
     table.add_text([1, 2, 3, 4])
     table.add_text([5, 2, 9])
+    for token, *gram in POOL:
+        table.pool.add(token, tuple(gram), 3)
     path = tmp_path / "ünïcode texts.npz"
     table.save(path)
     return path
@@ -186,6 +191,7 @@ def saved(tmp_path):
 def test_save_and_load(saved):
     table = NgramTable.load(saved, tokens=10)
     assert table._earlier == [[1, 2, 3, 4], [5, 2, 9]]
+    assert list(table.pool) == POOL
     table.extend([1, 2])
     assert table.lookup(2) == Match(2, (3, 4))
     assert os.listdir(saved.parent) == [saved.name]
@@ -213,7 +219,9 @@ def test_flipped_bytes_are_refused_or_change_nothing(saved):
     for place in range(len(data)):
         saved.write_bytes(data[:place] + bytes([data[place] ^ 0x41]) + data[place + 1 :])
         try:
-            assert NgramTable.load(saved, tokens=10)._earlier == [[1, 2, 3, 4], [5, 2, 9]]
+            table = NgramTable.load(saved, tokens=10)
+            assert table._earlier == [[1, 2, 3, 4], [5, 2, 9]]
+            assert list(table.pool) == POOL
         except IntegrityError:
             refused += 1
     assert refused > len(data) // 2
@@ -221,9 +229,11 @@ def test_flipped_bytes_are_refused_or_change_nothing(saved):
 
 def rewrite(path, **changed):
     arrays = {
-        "format": np.array(1, np.int64),
+        "format": np.array(2, np.int64),
         "tokens": np.array([1, 2, 3], np.uint32),
         "lengths": np.array([3], np.int64),
+        "pool": np.array([4, 5, 6], np.uint32),
+        "pool_lengths": np.array([3], np.int64),
     }
     np.savez(path, **{name: value for name, value in {**arrays, **changed}.items() if value is not None})
 
@@ -231,7 +241,13 @@ def rewrite(path, **changed):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"format": np.array(2, np.int64)},
+        {"format": np.array(3, np.int64)},
+        {"pool": None},
+        {"pool": np.array([4, 5, 10], np.uint32)},
+        {"pool": np.array([[4, 5, 6]], np.uint32)},
+        {"pool_lengths": None},
+        {"pool_lengths": np.array([2], np.int64)},
+        {"pool_lengths": np.array([2, 1], np.int64)},
         {"format": np.array([1, 1], np.int64)},
         {"format": None},
         {"tokens": np.array([1, 2, 3], np.int64)},
@@ -249,9 +265,18 @@ def test_files_with_other_contents_are_refused(tmp_path, changed):
     path = tmp_path / "texts.npz"
     rewrite(path)
     assert NgramTable.load(path, tokens=10).earlier_size == 3
+    assert list(NgramTable.load(path, tokens=10).pool) == [(4, 5, 6)]
     rewrite(path, **changed)
     with pytest.raises(IntegrityError):
         NgramTable.load(path, tokens=10)
+
+
+def test_files_of_the_time_before_the_pool(tmp_path):
+    path = tmp_path / "texts.npz"
+    rewrite(path, format=np.array(1, np.int64), pool=None, pool_lengths=None)
+    table = NgramTable.load(path, tokens=10)
+    assert table._earlier == [[1, 2, 3]]
+    assert len(table.pool) == 0
 
 
 def test_a_header_that_claims_more_than_the_file_holds(tmp_path):

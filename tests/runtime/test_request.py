@@ -3,13 +3,15 @@
 import pytest
 
 from specrun.models_cache.errors import UsageError
+from specrun.runtime.lookahead import LookaheadShape
 from specrun.runtime.request import RequestOptions, request_options
 
 
 def test_every_documented_option_is_taken():
     values = {
-        "method": "ngram",
+        "method": "lookahead",
         "draft_length": 3,
+        "lookahead": [4, 3, 2],
         "max_tokens": 5,
         "min_tokens": 1,
         "stop": ["a", "b"],
@@ -31,8 +33,9 @@ def test_every_documented_option_is_taken():
     assert set(values) == set(RequestOptions.__annotations__)
     request = request_options(**values)
     options, sampling = request.options, request.options.sampling
-    assert (request.method, request.system, request.raw, request.sample_index) == ("ngram", "terse", False, 2)
+    assert (request.method, request.system, request.raw, request.sample_index) == ("lookahead", "terse", False, 2)
     assert (options.draft_length, options.max_tokens, options.min_tokens) == (3, 5, 1)
+    assert request.lookahead == LookaheadShape(4, 3, 2)
     assert (options.stop, options.logprobs, options.ignore_eos) == (("a", "b"), 2, True)
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 4, 0.9, 0.1)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.2, 0.3)
@@ -51,7 +54,17 @@ def test_one_stop_string_need_not_be_a_list():
     assert request_options(stop="END").options.stop == ("END",)
 
 
-@pytest.mark.parametrize("values", [{"method": "magic"}, {"sample_index": -1}, {"sample_index": True}, {"stop": [""]}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"method": "magic"},
+        {"sample_index": -1},
+        {"sample_index": True},
+        {"stop": [""]},
+        {"lookahead": (3, 3, 3)},
+        {"method": "lookahead", "lookahead": (3, 3)},
+    ],
+)
 def test_impossible_values_are_usage_errors(values):
     with pytest.raises(UsageError):
         request_options(**values)

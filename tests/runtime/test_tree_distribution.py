@@ -14,9 +14,12 @@ import pytest
 from specrun.runtime import chooser as chooser_module
 from specrun.runtime.acceptance import draw_children
 from specrun.runtime.chooser import Chooser
+from specrun.runtime.lookahead import LookaheadShape
 from specrun.runtime.loop import Limits, speculate
+from specrun.runtime.ngram_table import NgramTable
 from specrun.runtime.options import GenerationOptions, SamplingOptions
 from specrun.runtime.proposal import Proposal
+from specrun.runtime.proposers.lookahead import LookaheadProposer
 from specrun.runtime.result import SpeculationStats
 from specrun.runtime.sampling import Distribution, RandomStream
 
@@ -107,12 +110,13 @@ class Trees:
 
 
 def texts(kind: str, options: SamplingOptions, counts: dict[str, int]) -> list[tuple[int, ...]]:
-    """The first three tokens of many runs of the loop."""
+    """The first three tokens of many runs of the loop; kind "lookahead" has one pool for them all."""
     drawn, request = [], GenerationOptions(sampling=options)
+    lookahead = LookaheadProposer(NgramTable(), LookaheadShape(3, 3, 3), tokens=V)
     for index in range(DRAWS):
         committed, stats = list(PROMPT), SpeculationStats()
         chooser = Chooser(request, prompt=PROMPT, tokens=V, eos=(), sample_index=index)
-        proposer = Trees(kind, options, RandomStream(22, index))
+        proposer = lookahead if kind == "lookahead" else Trees(kind, options, RandomStream(22, index))
         limits = Limits(len(PROMPT) + 4, 16, frozenset())
         target: Any = ToyTarget()
         for _ in speculate(target, proposer, chooser, committed, limits, stats):
@@ -122,7 +126,10 @@ def texts(kind: str, options: SamplingOptions, counts: dict[str, int]) -> list[t
     return drawn
 
 
-CASES = [("temperature", "drawn"), ("temperature", "best"), ("filters", "drawn"), ("penalties", "both")]
+CASES = [
+    *(("temperature", "drawn"), ("temperature", "best"), ("filters", "drawn"), ("penalties", "both")),
+    *(("temperature", "lookahead"), ("penalties", "lookahead")),
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -130,7 +137,7 @@ def test_the_text_follows_the_target(name: str, kind: str) -> None:
     """The joint of three tokens: from the prefill, from a tree, and from what it carried."""
     counts: dict[str, int] = {}
     drawn = texts(kind, OPTIONS[name], counts)
-    assert counts["accepted"] > DRAWS // 2
+    assert counts["accepted"] > DRAWS // (5 if kind == "lookahead" else 2)
     assert p_value(drawn, expected_joint(OPTIONS[name], 3)) > 1e-3
 
 

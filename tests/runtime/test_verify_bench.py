@@ -39,7 +39,7 @@ def test_verify_proves_a_sound_engine(engine: Engine) -> None:
     assert all(case.equal and case.difference is None for case in found)
     assert {(case.method, case.draft_length, case.sampling) for case in found} == {
         (method, draft_length, sampling)
-        for method in ("draft", "ngram", "draft+ngram")
+        for method in ("draft", "ngram", "lookahead", "draft+ngram")
         for draft_length in (*DRAFT_LENGTHS, None)
         for sampling in ("greedy", "coupled")
     }
@@ -47,7 +47,7 @@ def test_verify_proves_a_sound_engine(engine: Engine) -> None:
 
 
 def test_verify_without_a_draft(models: TinyModels) -> None:
-    assert {case.method for case in cases(models.engine("tgt"), draft_lengths=(3,))} == {"ngram"}
+    assert {case.method for case in cases(models.engine("tgt"), draft_lengths=(3,))} == {"ngram", "lookahead"}
 
 
 FAULT = re.compile(
