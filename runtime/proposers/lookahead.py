@@ -21,11 +21,12 @@ class LookaheadProposer:
     """Guesses and a window in one target run.
 
     The whole is a tree of deterministic draft tokens, the window's too: where the target goes through one it stands,
-    like any other, which makes more of the same run (MAT of SmolLM2-135M 1.54 instead of 1.50 for 3,3,3, and 1.65
-    instead of 1.59 for 5,4,5), and needs no second rule. So they count as draft tokens, and nothing is run that is
-    deeper than may be committed: the last tokens of a text, and a small draft length, have less of a window. The window
-    moves by one column a round, as in the authors' code, however many tokens were committed; moving it by as many
-    finds fewer (1.46 instead of 1.47, and 1.55 instead of 1.58).
+    like any other. That makes more of the same run (`docs/benchmarks.md`) and needs no second rule. So they count as
+    draft tokens, and nothing is run that is deeper than may be committed: the last tokens of a text, and a small draft
+    length, have less of a window. Guesses are the table's, as for `ngram`, then the pool's, in the room of G n-grams.
+
+    The window moves by one column a round, as in the authors' code, however many tokens were committed; moving it by
+    that many found less.
     """
 
     name = "lookahead"

@@ -48,7 +48,7 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_methods_equal_plain(engine_of: Callable[[str], Engine], precision: str) -> None:
-    """4 prompts, 32 tokens, n-gram and draft at several K, greedy and sampled: equal to plain; the pieces join."""
+    """4 prompts, 32 tokens, all that needs no head, several K, greedy and sampled: equal to plain; the pieces join."""
     engine = engine_of(precision)
     assert engine.calibration.exactness == "bitwise"
     accepted = 0
@@ -60,6 +60,8 @@ def test_methods_equal_plain(engine_of: Callable[[str], Engine], precision: str)
                 ("ngram", 3),
                 ("ngram", 8),
                 ("ngram", None),
+                ("lookahead", 2),
+                ("lookahead", None),
                 ("draft", 2),
                 ("draft", 5),
             ):
