@@ -129,5 +129,5 @@ def _cells(row: Summary) -> tuple[str, ...]:
 
 
 def _line(*cells: str) -> str:
-    widths = (14, 14, 7, 8, 5, 5, 6, 8, 9, 7, 5)
+    widths = (14, 16, 7, 8, 5, 5, 6, 8, 9, 7, 5)
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
