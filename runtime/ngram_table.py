@@ -3,7 +3,9 @@
 Used for prompt-lookup and n-gram proposals (Saxena 2023; Yang et al. 2023), and over earlier requests (the idea of
 SuffixDecoding, Oliaro et al. 2024). Every n-gram of length 1 .. max_n that has a follower is in one dict, keyed by the
 n-gram packed into one integer, with the place of its newest follower; what an entry held before stands in an undo log,
-so that `rewind_to` restores the exact state. Beside the texts stands the pool of lookahead decoding (`ngram_pool`).
+so that `rewind_to` restores the exact state. For the longest n-grams that leads on from place to place, and the one
+before which most tokens match is taken: that finds what a suffix tree finds, by a table. Beside the texts stands the
+pool of lookahead decoding (`ngram_pool`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import tempfile
 import zipfile
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -37,6 +39,8 @@ _FILE_END: Final = 64 << 20
 
 
 LONGEST_MATCH: Final = 32
+CANDIDATES: Final = 8
+"""Places of a longest n-gram that are compared, in the current text and in earlier texts each, the newest first."""
 
 Agreement = Literal["alone", "agree", "differ", "earlier"]
 
@@ -126,12 +130,13 @@ def _lists(archive: zipfile.ZipFile, tokens_name: str, lengths_name: str, vocabu
 class NgramTable:
     """The n-grams of the current text and, after them, of earlier texts.
 
-    Which match wins: the longest suffix; among equally long ones the current text before earlier texts; among these the
-    most recent occurrence. If nothing matches nothing is proposed. A proposal never holds an end-of-sequence id: it is
+    Which match wins: the longest suffix, counted up to 32 tokens and found among the 8 newest occurrences of its last
+    `max_n`; among equally long ones the current text before earlier texts; among these the most recent occurrence. If
+    nothing matches nothing is proposed. A proposal never holds an end-of-sequence id: it is
     cut before one, and an occurrence followed by one is no match. Where a continuation runs into the end of the
     current text (a repeat of a period) it goes on copying from itself.
 
-    max_n           longest suffix looked up
+    max_n           longest n-gram in the table; longer suffixes are compared where it leads
     eos_ids         ids that are never proposed
     earlier_tokens  room for earlier texts, in tokens; the oldest text is dropped first (about 0.4 kB a token)
     pool            what lookahead decoding adds; `lookup` does not look there
@@ -151,6 +156,7 @@ class NgramTable:
         self._undo = array("q")  # what each entry held before, in the order of writing
         self._undo_starts = array("q")  # for each place, where its entries stand in the undo log
         self._earlier: list[list[int]] = []  # oldest first
+        self._earlier_before: list[array[int]] = []  # of each place, where its longest n-gram was followed before
         self._bases: list[int] = []  # where each stands in a numbering of all texts ever added
         self._next_base = 0
         self._earlier_followers: dict[int, int] = {}
@@ -208,16 +214,22 @@ class NgramTable:
         while self.earlier_size > room:
             self._drop_oldest()
         base = self._next_base
+        before = array("q", [_NONE]) * len(text)
         self._earlier.append(text)
+        self._earlier_before.append(before)
         self._bases.append(base)
         self._next_base += len(text)
         for place, token in enumerate(text):
             if token not in self.eos_ids:
-                for key in _keys(text, place, self.max_n):
+                keys = _keys(text, place, self.max_n)
+                if len(keys) == self.max_n:
+                    before[place] = self._earlier_followers.get(keys[-1], _NONE)
+                for key in keys:
                     self._earlier_followers[key] = base + place
 
     def _drop_oldest(self) -> None:
         text, base = self._earlier.pop(0), self._bases.pop(0)
+        del self._earlier_before[0]
         for place in range(len(text)):
             for key in _keys(text, place, self.max_n):
                 if self._earlier_followers.get(key) == base + place:  # no newer text has it
@@ -230,24 +242,41 @@ class NgramTable:
         text = self._text
         keys = _keys(text, len(text), self.max_n)
         for length in range(len(keys), 0, -1):
-            key = keys[length - 1]
-            place = self._followers.get(key)
-            if place is not None:
-                tokens = text[place : place + max_tokens]
-                period = len(tokens)
-                while len(tokens) < max_tokens:  # it ran into the end of the text: copy on from the copy
-                    tokens.append(tokens[-period])
-                before = self._undo[self._undo_starts[place] + length - 1]
-                agreement = self._agreement(before, tokens)
-                return Match(self._whole_length(length, text, place), self._before_eos(tokens), agreement)
-            place = self._earlier_followers.get(key)
-            if place is not None:
-                index = bisect_right(self._bases, place) - 1
-                body, start = self._earlier[index], place - self._bases[index]
-                tokens = body[start : start + max_tokens]
+            places = itertools.islice(self._own_places(keys[length - 1], length), CANDIDATES)
+            older = itertools.islice(self._earlier_places(keys[length - 1], length), CANDIDATES)
+            found = max(itertools.chain(places, older), key=lambda match: match[0], default=None)
+            if found is None:
+                continue
+            whole, body, place = found
+            tokens = body[place : place + max_tokens]
+            if body is not text:
                 earlier: list[Agreement] = ["earlier"] * len(tokens)
-                return Match(self._whole_length(length, body, start), self._before_eos(tokens), tuple(earlier))
+                return Match(whole, self._before_eos(tokens), tuple(earlier))
+            period = len(tokens)
+            while len(tokens) < max_tokens:  # it ran into the end of the text: copy on from the copy
+                tokens.append(tokens[-period])
+            before = self._undo[self._undo_starts[place] + length - 1]
+            return Match(whole, self._before_eos(tokens), self._agreement(before, tokens))
         return None
+
+    def _own_places(self, key: int, length: int) -> Iterator[tuple[int, list[int], int]]:
+        """(tokens that match, the text, place after them) where an n-gram stands in the current text, newest first.
+
+        Only the newest one of those that are shorter than the longest: there nothing more matches.
+        """
+        place = self._followers.get(key, _NONE)
+        while place != _NONE:
+            yield self._whole_length(length, self._text, place), self._text, place
+            place = self._undo[self._undo_starts[place] + length - 1] if length == self.max_n else _NONE
+
+    def _earlier_places(self, key: int, length: int) -> Iterator[tuple[int, list[int], int]]:
+        """The same in earlier texts."""
+        place = self._earlier_followers.get(key, _NONE)
+        while place != _NONE and place >= self._bases[0]:  # what stood before may have been dropped
+            index = bisect_right(self._bases, place) - 1
+            body, start = self._earlier[index], place - self._bases[index]
+            yield self._whole_length(length, body, start), body, start
+            place = self._earlier_before[index][start] if length == self.max_n else _NONE
 
     def _agreement(self, before: int, tokens: Sequence[int]) -> tuple[Agreement, ...]:
         """How the occurrence whose followers begin at `before` (-1: none) goes along with `tokens`."""

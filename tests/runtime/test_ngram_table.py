@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specrun.models_cache.errors import CacheError, IntegrityError, UsageError
-from specrun.runtime.ngram_table import Match, NgramTable
+from specrun.runtime.ngram_table import CANDIDATES, Match, NgramTable
 
 
 def filled(tokens, **settings):
@@ -18,22 +18,30 @@ def filled(tokens, **settings):
 def reference(text, max_tokens, max_n=5, eos_ids=(), earlier=()):
     """The documented rule, by scanning."""
     for length in range(min(max_n, len(text)), 0, -1):
-        suffix = text[-length:]
-        for body, own in [(text, True), *((body, False) for body in reversed(earlier))]:
-            for start in range(len(body) - length - 1, -1, -1):
-                place = start + length
-                if body[start:place] == suffix and body[place] not in eos_ids:
-                    found = list(body[place : place + max_tokens])
-                    while own and len(found) < max_tokens:
-                        found.append((text + found)[place + len(found)])
-                    cut = next((i for i, token in enumerate(found) if token in eos_ids), len(found))
-                    return Match(whole_length(text, body, length, place), tuple(found[:cut]))
+        most = CANDIDATES if length == max_n else 1
+        places = [(text, place) for place in followed(text, text[-length:], eos_ids)[:most]]
+        older = [(body, place) for body in reversed(earlier) for place in followed(body, text[-length:], eos_ids)]
+        best = max(places + older[:most], key=lambda found: whole_length(text, *found, length, max_n), default=None)
+        if best is not None:
+            body, place = best
+            found = list(body[place : place + max_tokens])
+            while body is text and len(found) < max_tokens:
+                found.append((text + found)[place + len(found)])
+            cut = next((i for i, token in enumerate(found) if token in eos_ids), len(found))
+            return Match(whole_length(text, body, place, length, max_n), tuple(found[:cut]))
     return None
 
 
-def whole_length(text, body, length, place):
-    """A match counts all tokens before it that are the same, up to 32."""
-    return max(n for n in range(length, 33) if n == length or (n <= place and body[place - n : place] == text[-n:]))
+def followed(body, suffix, eos_ids):
+    """Where in a text something stands behind a suffix, the newest place first."""
+    places = range(len(body) - 1, len(suffix) - 1, -1)
+    return [place for place in places if body[place - len(suffix) : place] == suffix and body[place] not in eos_ids]
+
+
+def whole_length(text, body, place, length, max_n):
+    """A match of the longest n-gram counts all tokens before it that are the same, up to 32."""
+    lengths = range(length, 33 if length == max_n else length + 1)
+    return max(n for n in lengths if n == length or (n <= place and body[place - n : place] == text[-n:]))
 
 
 @pytest.mark.parametrize("alphabet", [2, 3, 6, 40])
@@ -299,6 +307,39 @@ def test_a_long_match_counts_its_whole_length_up_to_32():
     assert table.lookup(1) == Match(20, (120,))
     table = filled([*run, 7, *run])
     assert table.lookup(1) == Match(32, (7,))
+
+
+def test_the_longest_match_wins_beyond_the_table() -> None:
+    """Of several places of one n-gram the one before which most tokens are the same, in whichever text it is."""
+    run = [10, 11, 12, 13, 14, 15]
+    table = filled([1, *run, 40, 2, *run, 41, 3, *run, 42, 2, *run])
+    assert table.lookup(1) == Match(7, (41,))
+    earlier = filled([4, *run, 42, 3, *run], max_n=5)
+    for text in ([8, 3, *run, 50], [2, 3, *run, 51], [5, *run, 52]):
+        earlier.add_text(text)
+    assert earlier.lookup(1) == Match(7, (51,))  # the newest of two equal ones
+    earlier.rewind_to(0)
+    earlier.extend([2, 3, *run, 60, 8, 3, *run])
+    assert earlier.lookup(1) == Match(8, (50,))
+    earlier.extend([50, 8, 3, *run])
+    assert earlier.lookup(1) == Match(8, (50,))  # now of the text itself
+    earlier.rewind_to(len(earlier) - 9)
+    earlier.add_text([*range(100, 100 + earlier.earlier_tokens - 17)])  # all but the newest texts are dropped
+    assert earlier.lookup(1) == Match(7, (60,))
+
+
+def test_a_repeated_request_is_found_as_a_whole() -> None:
+    """Phrases that return do not lead astray: the whole text is proposed token by token from its first run."""
+    phrase = [1, 2, 3, 4, 5, 6]
+    text = [7, *phrase, 20, 8, *phrase, 21, 9, *phrase, 22, 30, *phrase, 23]
+    table = NgramTable()
+    table.add_text(text)
+    for end in range(6, len(text)):
+        table.rewind_to(0)
+        table.extend(text[:end])
+        match = table.lookup(4)
+        assert match is not None
+        assert match.tokens == tuple(text[end : end + 4]), end
 
 
 def test_agreement_tells_how_the_occurrence_before_went_on():
