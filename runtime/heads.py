@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -23,6 +23,7 @@ from specrun.runtime.proposers.eagle import EagleCosts, EagleProposer, slots_hel
 from specrun.runtime.proposers.medusa import MedusaProposer
 from specrun.runtime.proposers.nodes import Outlook
 from specrun.runtime.request import Request
+from specrun.runtime.round_costs import RoundCosts
 from specrun.runtime.speculator import EagleSession, MedusaSession
 from specrun.runtime.tree_planner import TreePlanner
 
@@ -117,7 +118,7 @@ class Heads:
         return len(prompt)
 
     def proposer(
-        self, method: str, request: Request, cost: Callable[[int], float], side_value: float, noise: PositionNoise
+        self, method: str, request: Request, costs: RoundCosts, side_value: float, noise: PositionNoise
     ) -> MedusaProposer | EagleProposer:
         """The proposer of a request; loads the head if this is the first one."""
         head = self._head(method)
@@ -127,7 +128,7 @@ class Heads:
         sampling = HeadSampling(
             options.sampling, head.vocabulary, noise, tokens=tokens, sample_index=request.sample_index
         )
-        planner = TreePlanner(cost, fixed=options.draft_length, side_value=side_value)
+        planner = TreePlanner(costs.width, beyond=costs.beyond, fixed=options.draft_length, side_value=side_value)
         shared = (head.columns, sampling, planner, head.estimates[greedy], head.outlooks[greedy])
         if isinstance(head.session, MedusaSession):
             return MedusaProposer(head.session, *shared, run_cost=head.costs.append)

@@ -120,9 +120,10 @@ def test_adaptive_proposals_are_trees_where_runs_cost_little(
 ) -> None:
     """And their side branches come true now and then."""
     from specrun.runtime.calibration import Calibration
+    from specrun.runtime.round_costs import RoundCosts
 
     engine = models.engine("toy-heads")
-    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 1.1}))
+    monkeypatch.setattr(engine, "_costs", RoundCosts(Calibration(1, {1: 1.0, 17: 1.1}).cost))
     proposals = watch(monkeypatch, kind)
     for seed in range(6):
         options = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "raw": True, "ignore_eos": True}
@@ -135,9 +136,10 @@ def test_adaptive_proposals_are_trees_where_runs_cost_little(
 
 def test_heads_that_are_never_right_are_given_up(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     from specrun.runtime.calibration import Calibration
+    from specrun.runtime.round_costs import RoundCosts
 
     engine = models.engine("heads")
-    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 9.0}))
+    monkeypatch.setattr(engine, "_costs", RoundCosts(Calibration(1, {1: 1.0, 17: 9.0}).cost))
     for method in ("medusa", "eagle"):
         engine.reset()
         fixed = engine.generate(PROMPT, method=method, draft_length=3, max_tokens=200, **RAW)
@@ -221,7 +223,7 @@ def test_streams_that_end_early(models: TinyModels, monkeypatch: pytest.MonkeyPa
         same_output(engine.generate(PROMPT, method=method, **options), plain)
     if method.startswith("draft"):
         return
-    session = engine._heads._head(method.partition("+")[0]).session
+    session = engine.drafting.heads._head(method.partition("+")[0]).session
     run, calls = session._run, iter(range(1000))
 
     def failing(frame: Any, choice: Any) -> Any:
@@ -277,10 +279,10 @@ def test_a_tree_that_outgrows_the_buffers_keeps_its_nodes(models: TinyModels) ->
     found = []
     for room in (0, 2 * CAPACITY_STEP):
         with Engine.load("heads", threads=1) as fresh:
-            session = fresh._heads._head("eagle").session
+            session = fresh.drafting.heads._head("eagle").session
             assert isinstance(session, EagleSession)
             session.reserve(room)
-            session.append(features[:, fresh._heads._head("eagle").columns], tokens)
+            session.append(features[:, fresh.drafting.heads._head("eagle").columns], tokens)
             first, places = session.grow([7, 8], [-1, -1], 1)
             second, _ = session.grow([9, 10], places, 2)
             found.append((first.log_probs, second.tokens, second.log_probs))
