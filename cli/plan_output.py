@@ -77,10 +77,7 @@ def speed(plan: SpeedPlan) -> Section:
         value["measured"]["draft"]["alpha"] = plan.measured.draft.alpha
         lines += [f"{MEASURED_FORMULA.replace('S =', 'S measured =', 1)}   (S is over plain, exact decoding)", ""]
         lines += _costs(plan.measured)
-        if (plan.first, plan.phi) == (plan.measured.draft.first, plan.measured.draft.phi):
-            lines.append(_draft(plan.measured.draft))
-        else:
-            lines.append(f"phi = {plan.phi:.3g}")
+        lines.append(_draft(plan.draft) if plan.draft is not None else f"phi = {plan.phi:.3g}")
     else:
         lines.append(f"phi = {plan.phi:.3g}; speculation gains only where alpha > phi")
     header = ["alpha", "K", "tokens/round", "S"] + (["S measured"] if plan.measured is not None else [])

@@ -43,7 +43,8 @@ def draw_speed(plan: SpeedPlan, path: Path) -> None:
     _curves(axes[0], plan, False, f"verifying K + 1 positions costs one step\n{costs}")
     if plan.measured is not None:
         axes.append(figure.add_subplot(1, panels, 2, sharey=axes[0]))
-        title = f"verifying costs what was measured\n{plan.measured.model}, drafts of {plan.measured.draft.name}"
+        drafts = f", drafts of {plan.draft.name}" if plan.draft is not None else ""
+        title = f"verifying costs what was measured\n{plan.measured.model}{drafts}"
         _curves(axes[1], plan, True, title)
     axes[-1].legend(title="alpha", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes[0].set_ylabel("speed-up S over plain decoding")

@@ -53,6 +53,12 @@ class SpeedPlan:
     best: tuple[BestLength, ...]
     measured: MeasuredCosts | None
 
+    @property
+    def draft(self) -> DraftCosts | None:
+        """What drafts, where its measured costs are those of this plan."""
+        draft = self.measured.draft if self.measured is not None else None
+        return draft if draft is not None and (draft.first, draft.phi) == (self.first, self.phi) else None
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:

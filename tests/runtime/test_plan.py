@@ -111,7 +111,8 @@ def test_speed_from_measured_costs() -> None:
         assert row.speedup == pytest.approx(row.tokens_per_round / (cost + 1), rel=1e-12)
         assert row.speedup_measured == pytest.approx(row.tokens_per_round / (cost + V[k + 1]), rel=1e-12)
     given = plan_speed((0.9,), (3,), 0.5, measured(EAGLE))
-    assert (given.first, given.phi) == (0.5, 0.5)
+    assert (given.first, given.phi, given.draft) == (0.5, 0.5, None)
+    assert plan.draft is EAGLE
     assert given.rows[-1].speedup_measured == cost_model.speedup_measured(0.9, 3, 0.5, V)
 
 
