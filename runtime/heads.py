@@ -135,6 +135,11 @@ class Heads:
         positions = head.speculator.manifest.sizes.positions
         return EagleProposer(head.session, *shared, costs=head.costs, positions=positions, known=head.tokens)
 
+    def draft_costs(self, method: str) -> tuple[float, float]:
+        """Seconds of the first draft token of a round, and of each further one; loads the head if it is not yet."""
+        costs = self._head(method).costs
+        return costs.append, costs.level(1) if costs.levels else 0.0
+
     def lift(self, method: str) -> Lift:
         """What asking this method beside n-grams brought so far."""
         return self._lifts.setdefault(method, Lift())
