@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
-from specrun.runtime.head_estimate import estimates
+from specrun.runtime.head_estimate import HeadEstimate, estimates
 from specrun.runtime.heads import HEAD_METHODS, Heads
 from specrun.runtime.ngram_table import NgramTable
 from specrun.runtime.proposal import Proposer
@@ -26,6 +27,10 @@ from specrun.runtime.round_costs import RoundCosts
 from specrun.runtime.session import ModelSession, session_opener
 from specrun.runtime.tree_planner import Planning
 from specrun.runtime.tree_shape import SIDE_VALUE_MARGIN, SIDE_VALUE_REVERIFY
+from specrun.runtime.tuning import UNTUNED, Tuning
+
+UNTUNED_ORDER: Final = ("eagle+ngram", "medusa+ngram")
+"""What "auto" takes where nothing was measured: a head is asked only where that pays, a draft model always costs."""
 
 
 class Drafting:
@@ -35,29 +40,48 @@ class Drafting:
     the bundle are loaded by the first request that names their method.
     """
 
-    def __init__(self, bundle: Bundle, draft: Bundle | InstalledSpeculator | None, threads: int, device: str) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        draft: Bundle | InstalledSpeculator | None,
+        threads: int,
+        device: str,
+        tuning: Tuning = UNTUNED,
+    ) -> None:
         self._bundle = bundle
         self._threads, self._device = threads, device
         self.draft: ModelSession | None = None
         self.draft_tokens: list[int] = []  # what the draft's KV buffers hold
         self._draft_calibration: Calibration | None = None
         self._draft_vocabulary: NDArray[np.int32] | None = None  # where it has fewer tokens than the target
+        self._draft_speculator: InstalledSpeculator | None = None  # what the draft is, if it is the bundle's own
         self._draft_acceptance = draft_method.ACCEPTANCE
         self._draft_estimates = estimates(self._draft_acceptance)
-        self.default_method = "ngram"
-        chosen = None
+        chosen = draft if isinstance(draft, InstalledSpeculator) else None
+        self._given = None if draft is None else "draft" if chosen is None else chosen.manifest.method
         if isinstance(draft, Bundle):
             self._load_draft(draft, threads)
-            self.default_method = "draft"
-        elif draft is not None:
-            chosen, self.default_method = draft, draft.manifest.method
-        self.heads = Heads(bundle, threads, device, chosen)
+        self._tuning = tuning
+        self.heads = Heads(bundle, threads, device, chosen, tuning)
         self.table = self.new_table()
-        self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
+        self._ngram_estimate = self._new_ngram_estimate()
+
+    def automatic(self) -> str:
+        """The method that "auto" stands for: n-grams, and with them what was given, or was fastest when tuned.
+
+        N-grams cost next to nothing where they do not pay, and so does a head that is asked only where it pays.
+        """
+        if self._given is not None:
+            return f"{self._given}+ngram"
+        paired = [method for method in self.methods if method not in ("none", "lookahead")]
+        tuned = self._tuning.fastest_of(paired)
+        if tuned is not None:
+            return tuned
+        return next((method for method in UNTUNED_ORDER if method in paired), "ngram")
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that can be run, of `METHODS`."""
+        """The methods that can be run, of `METHODS` without "auto"."""
         bases = {"none", "ngram"} | {base for base in ("draft", *HEAD_METHODS) if self.heads.find(base) is not None}
         if self.draft is not None:
             bases.add("draft")
@@ -125,13 +149,37 @@ class Drafting:
         if "ngram" in used:
             self.table.add_text(committed)
 
-    def forget(self) -> None:
-        """Forget every earlier request."""
+    def forget(self, *, texts_only: bool = False) -> None:
+        """Forget every earlier request; texts_only: but not what acceptance they had."""
         self.draft_tokens = []
         self.table = self.new_table()
-        self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
-        self._draft_estimates = estimates(self._draft_acceptance)
-        self.heads.forget()
+        if not texts_only:
+            self._ngram_estimate = self._new_ngram_estimate()
+            self._draft_estimates = self._new_draft_estimates()
+        self.heads.forget(texts_only=texts_only)
+
+    def learnt(self, beyond: float) -> Tuning:
+        """What requests taught so far; beyond: of the target's runs."""
+        ngram = {cell: self._ngram_estimate.chance(cell) for cell in ngram_method.PRIORS}
+        heads, lifts = self.heads.learnt()
+        if self._draft_speculator is not None:
+            heads[self._draft_speculator.digest] = self._draft_estimates[True].learnt
+        return Tuning({}, beyond, ngram, heads, lifts)
+
+    def begin_from(self, tuning: Tuning) -> None:
+        """Forget every earlier request and begin from a tuning."""
+        self._tuning = tuning
+        self.heads.begin_from(tuning)
+        self.forget()
+
+    def _new_ngram_estimate(self) -> AcceptanceEstimate[ngram_method.Cell]:
+        return AcceptanceEstimate(self._tuning.ngram or ngram_method.PRIORS)
+
+    def _new_draft_estimates(self) -> dict[bool, HeadEstimate]:
+        speculator = self._draft_speculator
+        return estimates(
+            self._draft_acceptance, None if speculator is None else self._tuning.heads.get(speculator.digest)
+        )
 
     @property
     def weights_bytes(self) -> int:
@@ -159,8 +207,8 @@ class Drafting:
             speculator = self.heads.require("draft")
             self._load_draft(speculator.draft_bundle(self._bundle), self.heads.threads)
             self._draft_vocabulary = speculator.vocabulary()
-            self._draft_acceptance = speculator.manifest.acceptance
-            self._draft_estimates = estimates(self._draft_acceptance)
+            self._draft_acceptance, self._draft_speculator = speculator.manifest.acceptance, speculator
+            self._draft_estimates = self._new_draft_estimates()
         assert self.draft is not None
         assert self._draft_calibration is not None
         step_cost, sampling = self._draft_calibration.cost(1), request.options.sampling

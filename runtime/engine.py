@@ -32,6 +32,7 @@ from specrun.runtime.session import session_opener
 from specrun.runtime.side_branches import MARGIN
 from specrun.runtime.stream import Stream
 from specrun.runtime.tokenizer import Tokenizer
+from specrun.runtime.tuning import Tuning, load_tuning
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
@@ -69,8 +70,9 @@ class Engine:
         self._open_session = session_opener(bundle, self.threads, device, shared_cpu=isinstance(draft, Bundle))
         self.calibration = calibrate(bundle, self.threads, self._open_session)
         self.target = self._open_session(1, self.calibration.rule)
-        self._costs = self.target.costs = RoundCosts(self.calibration.cost)
-        self.drafting = Drafting(bundle, draft, self.threads, device)
+        self.tuning = load_tuning(bundle, self.threads)
+        self._costs = self.target.costs = RoundCosts(self.calibration.cost, self.tuning.beyond)
+        self.drafting = Drafting(bundle, draft, self.threads, device, self.tuning)
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._lock = threading.Lock()
@@ -136,10 +138,9 @@ class Engine:
             messages.insert(0, {"role": "system", "content": system})
         return encode_chat(self.tokenizer, messages)
 
-    @property
-    def default_method(self) -> str:
-        """The method of requests that name none."""
-        return self.drafting.default_method
+    def resolve_method(self, method: str) -> str:
+        """The method itself, or the one that "auto" stands for here; round by round it still drafts only what pays."""
+        return self.drafting.automatic() if method == "auto" else method
 
     @property
     def has_draft(self) -> bool:
@@ -148,7 +149,7 @@ class Engine:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that this engine can run, of `METHODS`."""
+        """The methods that this engine can run, of `METHODS`, besides "auto"."""
         return self.drafting.methods
 
     def require_method(self, method: str) -> None:
@@ -170,19 +171,31 @@ class Engine:
         with self._exclusive():
             self.drafting.table.save(path)
 
-    def reset(self) -> None:
-        """Forget every earlier request: cached KV, earlier texts and what was learnt of acceptance."""
+    def reset(self, *, texts_only: bool = False) -> None:
+        """Forget every earlier request: cached KV, earlier texts and, unless `texts_only`, what acceptance they had."""
         with self._exclusive():
             self._target_tokens = []
-            self.drafting.forget()
+            self.drafting.forget(texts_only=texts_only)
 
     def recalibrate(self) -> Calibration:
         """Probe this machine's widths anew and go by what is found."""
         with self._exclusive():
             self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True)
             self.target.width_rule = self.calibration.rule
-            self._costs = self.target.costs = RoundCosts(self.calibration.cost)
+            self._costs = self.target.costs = RoundCosts(self.calibration.cost, self.tuning.beyond)
         return self.calibration
+
+    def learnt(self) -> Tuning:
+        """What requests taught so far, with no figures of methods."""
+        return self.drafting.learnt(self._costs.slope)
+
+    def begin_from(self, tuning: Tuning) -> None:
+        """Forget every earlier request and begin from a tuning."""
+        self.reset()
+        with self._exclusive():
+            self.tuning = tuning
+            self._costs = self.target.costs = RoundCosts(self.calibration.cost, tuning.beyond)
+            self.drafting.begin_from(tuning)
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Plain decoding's logits f32 [vocabulary] after `tokens`."""

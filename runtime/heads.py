@@ -15,7 +15,7 @@ from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator, find_speculator, scan_speculators, speculators_dir
 from specrun.runtime.backend import create_session, threads_are_shared
 from specrun.runtime.feature_rows import Columns, pick_columns
-from specrun.runtime.head_estimate import HeadEstimate, estimates
+from specrun.runtime.head_estimate import HeadEstimate, Learnt, estimates
 from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposers.combined import Lift
@@ -26,6 +26,7 @@ from specrun.runtime.request import Request
 from specrun.runtime.round_costs import RoundCosts
 from specrun.runtime.speculator import EagleSession, MedusaSession
 from specrun.runtime.tree_planner import TreePlanner
+from specrun.runtime.tuning import UNTUNED, Tuning
 
 HEAD_METHODS: Final = ("medusa", "eagle")
 ONE_THREAD_UP_TO: Final = 1024
@@ -56,9 +57,9 @@ class _Head:
     outlooks: dict[bool, Outlook] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)  # behind the slots of its cache
 
-    def forget(self) -> None:
-        """As just loaded."""
-        self.estimates = estimates(self.speculator.manifest.acceptance)
+    def forget(self, learnt: Learnt | None) -> None:
+        """As just loaded; learnt: what is known of it."""
+        self.estimates = estimates(self.speculator.manifest.acceptance, learnt)
         self.outlooks = {greedy: Outlook() for greedy in (True, False)}
         self.tokens = []
 
@@ -66,12 +67,20 @@ class _Head:
 class Heads:
     """`chosen`: the speculator that was asked for by name; otherwise the first one of a method serves it."""
 
-    def __init__(self, bundle: Bundle, threads: int, device: str, chosen: InstalledSpeculator | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        threads: int,
+        device: str,
+        chosen: InstalledSpeculator | None = None,
+        tuning: Tuning = UNTUNED,
+    ) -> None:
         self._bundle = bundle
         small = bundle.manifest.sizes.hidden <= ONE_THREAD_UP_TO
         self._threads = 1 if small and not threads_are_shared() else threads
         self._device = device
         self._chosen = chosen
+        self._tuning = tuning
         self._found: dict[str, InstalledSpeculator] = {}
         self._lifts: dict[str, Lift] = {}
         self._loaded: dict[str, _Head] = {}
@@ -142,7 +151,10 @@ class Heads:
 
     def lift(self, method: str) -> Lift:
         """What asking this method beside n-grams brought so far."""
-        return self._lifts.setdefault(method, Lift())
+        if method not in self._lifts:
+            known = self._tuning.lifts.get(method)
+            self._lifts[method] = Lift() if known is None else Lift(known)
+        return self._lifts[method]
 
     def reserve(self, method: str, length: int) -> None:
         """Make room for a text of so many tokens."""
@@ -156,11 +168,29 @@ class Heads:
         if isinstance(head.session, EagleSession):
             head.tokens = list(committed[: head.session.length + 1])
 
-    def forget(self) -> None:
-        """Forget every earlier request."""
-        self._lifts.clear()
+    def forget(self, *, texts_only: bool = False) -> None:
+        """Forget every earlier request; texts_only: but not what acceptance they had."""
+        if not texts_only:
+            self._lifts.clear()
         for head in self._loaded.values():
-            head.forget()
+            if texts_only:
+                head.tokens = []
+            else:
+                head.forget(self._tuning.heads.get(head.speculator.digest))
+
+    def learnt(self) -> tuple[dict[str, Learnt], dict[str, tuple[float, ...]]]:
+        """What requests taught of each head that is loaded, by its speculator's digest, and the lifts by method."""
+        heads = {head.speculator.digest: head.estimates[True].learnt for head in self._loaded.values()}
+        return heads, {method: lift.values for method, lift in self._lifts.items()}
+
+    def first_chances(self, method: str) -> tuple[float, ...]:
+        """By depth, the chance that the best candidate of a method's head stands, as greedy requests showed it."""
+        return tuple(chances[0] for chances in self._head(method).estimates[True].by_rank())
+
+    def begin_from(self, tuning: Tuning) -> None:
+        """Forget every earlier request and begin from a tuning."""
+        self._tuning = tuning
+        self.forget()
 
     @property
     def weights_bytes(self) -> int:
@@ -223,5 +253,5 @@ class Heads:
         ids = speculator.vocabulary()
         vocabulary = np.arange(sizes.draft_vocabulary) if ids is None else ids.astype(np.int64)
         head = _Head(speculator, session, columns, vocabulary, costs)
-        head.forget()
+        head.forget(self._tuning.heads.get(speculator.digest))
         return head

@@ -10,14 +10,14 @@ from typing import Any, Final, TypedDict, Unpack
 from specrun.models_cache.errors import UsageError
 from specrun.runtime.options import GenerationOptions, SamplingMode, SamplingOptions
 
-METHODS: Final = ("none", "draft", "ngram", "medusa", "eagle", "draft+ngram", "medusa+ngram", "eagle+ngram")
+METHODS: Final = ("auto", "none", "draft", "ngram", "medusa", "eagle", "draft+ngram", "medusa+ngram", "eagle+ngram")
 """What a request may name; "ngram+eagle" and so on mean the same as "eagle+ngram"."""
 
 
 class RequestOptions(TypedDict, total=False):
     """What a request may ask for; everything has a default.
 
-    method               one of `METHODS`; by default that of the draft model or speculator given, else "ngram"
+    method               one of `METHODS`; by default "auto": what is fastest here, by `specrun tune` where it ran
     draft_length         draft tokens a round (K); by default as many as pay, by the acceptance seen
     max_tokens           at most so many tokens; by default what the context holds
     min_tokens           not to end before so many tokens (0)

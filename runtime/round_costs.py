@@ -15,12 +15,17 @@ class RoundCosts:
     """Costs in seconds that follow what is seen. table(width): of a run behind a short text, as calibrated.
 
     Attention makes a run dearer in proportion to the text before it, and by how much depends on the model and the
-    machine: the slope is the least-squares one over the runs so far, the latest counting most.
+    machine: the slope is the least-squares one over the runs so far, the latest counting most. slope: where it begins.
     """
 
-    def __init__(self, table: Callable[[int], float]) -> None:
+    def __init__(self, table: Callable[[int], float], slope: float = 0.0) -> None:
         self._table = table
-        self._products, self._squares = 0.0, _CAUTION
+        self._products, self._squares = slope * _CAUTION, _CAUTION
+
+    @property
+    def slope(self) -> float:
+        """Seconds that a token of text adds to each run behind it."""
+        return max(0.0, self._products / self._squares)
 
     def width(self, width: int) -> float:
         """Of a run of `width` positions behind a short text."""
@@ -28,7 +33,7 @@ class RoundCosts:
 
     def beyond(self, length: int) -> float:
         """What a text of `length` tokens adds to a run behind it."""
-        return max(0.0, self._products / self._squares) * length
+        return self.slope * length
 
     def note(self, width: int, length: int, seconds: float) -> None:
         """A run of `width` positions behind `length` took so long."""

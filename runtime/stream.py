@@ -40,7 +40,7 @@ class Stream:
     """
 
     def __init__(self, engine: Engine, prompt: Prompt, request: Request) -> None:
-        method = request.method or engine.default_method
+        method = engine.resolve_method(request.method or "auto")
         engine.require_method(method)
         self.prompt_tokens = engine.encode(prompt, system=request.system, raw=request.raw)
         # The running part refers neither to the stream nor to its generator, so a dropped stream ends at once.

@@ -58,18 +58,18 @@ def test_a_speculator_by_its_name(models: TinyModels, draft: str) -> None:
     models.bundle("heads")
     method = draft.removesuffix("1")
     with Engine.load("heads", draft=draft, threads=1) as engine:
-        assert engine.default_method == method
+        assert engine.resolve_method("auto") == f"{method}+ngram"
         assert engine.memory().weights_bytes == engine.bundle.weights_bytes  # loaded by the first request
         plain = engine.generate(PROMPT, method="none", max_tokens=30, **RAW)
         result = engine.generate(PROMPT, draft_length=3, max_tokens=30, **RAW)
-        assert result.method == method
+        assert result.method == f"{method}+ngram"
         same_output(result, plain)
         memory = engine.memory()
         assert memory.weights_bytes > engine.bundle.weights_bytes
         assert (memory.kv_draft_bytes > 0) == (method == "eagle")
     path = models.bundle("heads").path / "speculators" / draft
     with Engine.load("heads", draft=path, threads=1) as engine:
-        assert engine.default_method == method
+        assert engine.resolve_method("auto") == f"{method}+ngram"
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "medusa+ngram", "eagle+ngram"])
@@ -155,7 +155,9 @@ def test_methods_of_an_engine(models: TinyModels) -> None:
     assert models.engine("tgt", "mix").methods == ("none", "draft", "ngram", "draft+ngram")
     everything = ("none", "draft", "ngram", "medusa", "eagle", "draft+ngram", "medusa+ngram", "eagle+ngram")
     assert models.engine("heads").methods == everything
-    assert models.engine("heads").default_method == "ngram"
+    automatic = {"tgt": "ngram", "heads": "eagle+ngram"}
+    assert {name: models.engine(name).resolve_method("auto") for name in automatic} == automatic
+    assert models.engine("tgt", "mix").resolve_method("auto") == "draft+ngram"
     swapped = models.engine("heads").generate("a", method="ngram+eagle", max_tokens=2, **RAW)
     assert swapped.method == "eagle+ngram"
 
