@@ -161,10 +161,10 @@ class Drafting:
     def learnt(self, beyond: float) -> Tuning:
         """What requests taught so far; beyond: of the target's runs."""
         ngram = {cell: self._ngram_estimate.chance(cell) for cell in ngram_method.PRIORS}
-        heads, lifts = self.heads.learnt()
+        heads = self.heads.learnt()
         if self._draft_speculator is not None:
             heads[self._draft_speculator.digest] = self._draft_estimates[True].learnt
-        return Tuning({}, beyond, ngram, heads, lifts)
+        return Tuning({}, beyond, ngram, heads)
 
     def begin_from(self, tuning: Tuning) -> None:
         """Forget every earlier request and begin from a tuning."""

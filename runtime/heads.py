@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.models_cache.errors import UnsupportedModelError, UsageError
+from specrun.models_cache.errors import ModelNotFoundError, UnsupportedModelError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator, find_speculator, scan_speculators, speculators_dir
 from specrun.runtime.backend import create_session, threads_are_shared
@@ -41,7 +41,14 @@ def find_draft(bundle: Bundle, name_or_path: str | Path) -> Bundle | InstalledSp
         path.parent == Path() or path.resolve().parent == speculators_dir(bundle).resolve()
     ):
         return find_speculator(bundle, path.name)
-    return find_bundle(name_or_path)
+    try:
+        return find_bundle(name_or_path)
+    except ModelNotFoundError as error:
+        names = ", ".join(found.name for found in scan_speculators(bundle))
+        if not names or path.parent != Path():
+            raise
+        name = bundle.manifest.name
+        raise ModelNotFoundError(f"{name} has no speculator '{path}' (it has: {names}), and {error}") from None
 
 
 @dataclass(slots=True)
@@ -151,10 +158,7 @@ class Heads:
 
     def lift(self, method: str) -> Lift:
         """What asking this method beside n-grams brought so far."""
-        if method not in self._lifts:
-            known = self._tuning.lifts.get(method)
-            self._lifts[method] = Lift() if known is None else Lift(known)
-        return self._lifts[method]
+        return self._lifts.setdefault(method, Lift())
 
     def reserve(self, method: str, length: int) -> None:
         """Make room for a text of so many tokens."""
@@ -178,10 +182,9 @@ class Heads:
             else:
                 head.forget(self._tuning.heads.get(head.speculator.digest))
 
-    def learnt(self) -> tuple[dict[str, Learnt], dict[str, tuple[float, ...]]]:
-        """What requests taught of each head that is loaded, by its speculator's digest, and the lifts by method."""
-        heads = {head.speculator.digest: head.estimates[True].learnt for head in self._loaded.values()}
-        return heads, {method: lift.values for method, lift in self._lifts.items()}
+    def learnt(self) -> dict[str, Learnt]:
+        """What requests taught of each head that is loaded, by its speculator's digest."""
+        return {head.speculator.digest: head.estimates[True].learnt for head in self._loaded.values()}
 
     def first_chances(self, method: str) -> tuple[float, ...]:
         """By depth, the chance that the best candidate of a method's head stands, as greedy requests showed it."""

@@ -12,7 +12,6 @@ from typing import Any, Final
 from specrun.models_cache.layout import Bundle
 from specrun.runtime.calibration import kept_path, write_kept
 from specrun.runtime.head_estimate import Learnt
-from specrun.runtime.proposers.combined import Lift
 from specrun.runtime.proposers.ngram import PRIORS, Cell
 
 VERSION: Final = 1
@@ -42,14 +41,12 @@ class Tuning:
 
     beyond: seconds that a token of text adds to each run behind it. ngram: chances of copied tokens, as
     `AcceptanceEstimate` takes them. heads: what was learnt of each head, by the digest of its speculator.
-    lifts: of asking each base method beside n-grams.
     """
 
     methods: dict[str, MethodFigures]
     beyond: float = 0.0
     ngram: dict[Cell, float] = field(default_factory=dict)
     heads: dict[str, Learnt] = field(default_factory=dict)
-    lifts: dict[str, tuple[float, ...]] = field(default_factory=dict)
     prompts: int = 0
 
     @property
@@ -99,10 +96,7 @@ def _read(raw: Mapping[str, Any]) -> Tuning:
     chances = {(length, agreement): _number(chance, 1.0) for length, agreement, chance in raw["ngram"]}
     ngram = {cell: chances[cell] for cell in PRIORS} if chances else {}
     heads = {str(digest): Learnt.read(learnt) for digest, learnt in raw["heads"].items()}
-    lifts = {str(name): tuple(map(_number, values)) for name, values in raw["lifts"].items()}
-    if not all(map(Lift.fits, lifts.values())):
-        raise ValueError("lifts of other cells")
-    return Tuning(methods, _number(raw["beyond"]), ngram, heads, lifts, int(raw["prompts"]))
+    return Tuning(methods, _number(raw["beyond"]), ngram, heads, int(raw["prompts"]))
 
 
 def _number(value: Any, most: float = math.inf) -> float:

@@ -22,18 +22,8 @@ _DOUBT: Final = 0.002  # by which a lift is thought higher with each round that 
 class Lift:
     """By how much asking a head raises the expected tokens a second, by how sure n-grams are of their next token."""
 
-    def __init__(self, first: Sequence[float] = _FIRST_LIFTS) -> None:
-        self._lifts = list(first)
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """As they stand, for requests of later engines."""
-        return tuple(self._lifts)
-
-    @staticmethod
-    def fits(values: Sequence[float]) -> bool:
-        """Whether these can be the first ones."""
-        return len(values) == len(_FIRST_LIFTS)
+    def __init__(self) -> None:
+        self._lifts = list(_FIRST_LIFTS)
 
     def worth_asking(self, chance: float) -> bool:
         """Whether the head's opinion is worth its time; what is not asked for long is asked again."""

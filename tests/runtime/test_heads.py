@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun.models_cache.errors import BackendError, IntegrityError, UsageError
+from specrun.models_cache.errors import BackendError, IntegrityError, ModelNotFoundError, UsageError
 from specrun.runtime import Engine
 from specrun.runtime.kv_cache import CAPACITY_STEP
 from specrun.runtime.proposal import Proposal
@@ -292,3 +292,10 @@ def test_a_tree_that_outgrows_the_buffers_keeps_its_nodes(models: TinyModels) ->
     np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
     assert found[0][1] == found[1][1]
     np.testing.assert_allclose(found[0][2], found[1][2], atol=1e-5)
+
+
+def test_an_unknown_draft_is_told_with_what_there_is(models: TinyModels) -> None:
+    with pytest.raises(
+        ModelNotFoundError, match=r"heads has no speculator 'nope' \(it has: .*eagle.*\), and there is no"
+    ):
+        models.engine("heads", "nope")

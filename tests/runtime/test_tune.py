@@ -11,7 +11,6 @@ import pytest
 from specrun.models_cache.errors import UsageError
 from specrun.runtime import Engine
 from specrun.runtime.head_estimate import HeadEstimate, Learnt
-from specrun.runtime.proposers.combined import Lift
 from specrun.runtime.proposers.ngram import PRIORS
 from specrun.runtime.tune import candidates, tune
 from specrun.runtime.tuning import UNTUNED, MethodFigures, Tuning, load_tuning, save_tuning, tuning_path
@@ -123,7 +122,6 @@ def test_kept_and_read_again(engine: Engine) -> None:
         beyond=2e-6,
         ngram=dict(PRIORS),
         heads={"abc": head.learnt},
-        lifts={"eagle": Lift().values},
         prompts=3,
     )
     save_tuning(engine.bundle, 1, tuning)
@@ -135,7 +133,7 @@ def test_kept_and_read_again(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda raw: raw.pop("lifts"),
+        lambda raw: raw.pop("heads"),
         lambda raw: raw["ngram"].pop(),
         lambda raw: raw["ngram"][0].__setitem__(2, 1.5),
         lambda raw: raw.__setitem__("beyond", "much"),
@@ -143,12 +141,11 @@ def test_kept_and_read_again(engine: Engine) -> None:
         lambda raw: raw["methods"].__setitem__("none", {}),
         lambda raw: raw["heads"]["abc"]["opinions"].pop(),
         lambda raw: raw["heads"]["abc"]["by_sureness"][0].__setitem__(0, 2.0),
-        lambda raw: raw["lifts"]["eagle"].pop(),
     ],
 )
 def test_what_cannot_be_read_is_as_nothing(engine: Engine, harm: object) -> None:
     learnt = HeadEstimate(ACCEPTANCE).learnt
-    tuning = Tuning({"none": figures(1.0)}, 0.0, dict(PRIORS), {"abc": learnt}, {"eagle": Lift().values}, 1)
+    tuning = Tuning({"none": figures(1.0)}, 0.0, dict(PRIORS), {"abc": learnt}, 1)
     path = save_tuning(engine.bundle, 1, tuning)
     raw = json.loads(path.read_text(encoding="utf-8"))
     harm(raw)  # type: ignore[operator]
