@@ -295,7 +295,6 @@ def test_a_tree_that_outgrows_the_buffers_keeps_its_nodes(models: TinyModels) ->
 
 
 def test_an_unknown_draft_is_told_with_what_there_is(models: TinyModels) -> None:
-    with pytest.raises(
-        ModelNotFoundError, match=r"heads has no speculator 'nope' \(it has: .*eagle.*\), and there is no"
-    ):
-        models.engine("heads", "nope")
+    models.bundle("heads")
+    with pytest.raises(ModelNotFoundError, match=r"heads has no speculator 'nope' \(it has: .*eagle.*\), and there is"):
+        Engine.load("heads", draft="nope", threads=1)
