@@ -1,9 +1,10 @@
-"""Lists on the command line: `ngram,draft`, `none,ngram:4` and `1,2,4`."""
+"""Lists on the command line: `ngram,draft`, `none,ngram:4`, `1,2,4` and `0.5,0.9`."""
 
 from __future__ import annotations
 
 import click
 
+ALL_METHODS = "all"
 PRECISION = click.Choice(["int8", "int4", "fp32", "source"])
 
 
@@ -21,7 +22,9 @@ def methods(value: str) -> tuple[str, ...]:
 
 
 def timed_methods(value: str) -> tuple[str, ...]:
-    """The methods of a list, each with a K of its own if it has one: `ngram:4`."""
+    """The methods of a list, each with a K of its own if it has one: `ngram:4`. Or `ALL_METHODS` alone."""
+    if value.strip() == ALL_METHODS:
+        return (ALL_METHODS,)
     parts = [entry.partition(":") for entry in value.replace(",", " ").split()]
     names = methods(",".join(name for name, _, _ in parts))
     found = tuple(f"{name}{colon}{k}" for name, (_, colon, k) in zip(names, parts, strict=True))
@@ -43,4 +46,15 @@ def numbers(value: str) -> tuple[int, ...]:
         found = ()
     if not found or min(found) < 1:
         raise click.BadParameter(f"{value!r} is no list of whole numbers above 0, such as 1,2,4.")
+    return found
+
+
+def chances(value: str) -> tuple[float, ...]:
+    """The numbers from 0 to 1 of a list."""
+    try:
+        found = tuple(float(number) for number in value.replace(",", " ").split())
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= number <= 1 for number in found):
+        raise click.BadParameter(f"{value!r} is no list of numbers from 0 to 1, such as 0.5,0.9.")
     return found

@@ -231,15 +231,13 @@ class Engine:
         draft = self._draft.onnx_seconds if self._draft else 0.0
         return self.target.onnx_seconds + draft + self._heads.onnx_seconds
 
-    def memory(self) -> Memory:
-        """Bytes of weights and KV buffers as they stand."""
-        draft, heads = self._draft, self._heads
-        drafting = heads.weights_bytes + (draft.bundle.weights_bytes if draft else 0)
-        return Memory(
-            weights_bytes=self.bundle.weights_bytes + drafting,
-            kv_target_bytes=self.target.cache.nbytes,
-            kv_draft_bytes=heads.kv_bytes + (draft.cache.nbytes if draft else 0),
-        )
+    def memory(self, method: str | None = None) -> Memory:
+        """Bytes of weights and KV buffers as they stand; with `method`, those that it uses."""
+        base = None if method is None else method.partition("+")[0]
+        weights, kv = self._heads.memory(base)
+        if self._draft is not None and base in (None, "draft"):
+            weights, kv = weights + self._draft.bundle.weights_bytes, kv + self._draft.cache.nbytes
+        return Memory(self.bundle.weights_bytes + weights, self.target.cache.nbytes, kv)
 
     def close(self) -> None:
         """Free sessions and buffers; may be called twice. The engine cannot be used afterwards.
