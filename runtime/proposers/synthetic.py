@@ -65,9 +65,9 @@ class SyntheticProposer:
         right = self._text[written : written + min(limit, self._draft_length)]
         stands = self._rng.random(len(right)) < self._acceptance
         wrong = [(token + 1) % self._tokens for token in right]
-        return Proposal(
-            tuple(a if keep else b for a, b, keep in zip(right, wrong, stands, strict=True)), "deterministic"
-        )
+        self.proposed += len(right)
+        tokens = tuple(a if keep else b for a, b, keep in zip(right, wrong, stands, strict=True))
+        return Proposal(tokens, "deterministic")
 
     def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
         """Hand it on as far as the inner proposer had drafted."""
