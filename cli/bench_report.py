@@ -41,11 +41,11 @@ body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--page);
   font: 1rem/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
 p { max-width: 45rem; } .soft { color: var(--soft); }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th.name, td.name { text-align: left; } th { font-weight: 600; }
-pre { font-family: ui-monospace, monospace; background: var(--box); padding: .75rem;
+code { white-space: nowrap; } pre { font-family: ui-monospace, monospace; background: var(--box); padding: .75rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 details { margin: 1rem 0; } summary { cursor: pointer; } figure { margin: 1rem 0; } figcaption { font-weight: 600; }
 svg { width: 100%; min-width: 40rem; height: auto; font-size: 12px; fill: var(--ink); }
@@ -142,10 +142,10 @@ def _synthetic(found: Found) -> list[str]:
         "<h2>The cost model against the clock</h2>",
         "<p>Draft tokens that stand with chance alpha, each by itself, at the cost of the drafting named; where that "
         "is “none”, drafting costs nothing. The texts stay those of plain decoding. Predicted is "
-        "S = E / (K phi + v + r): E = 1 + alpha + … + alpha<sup>K</sup> tokens a round; K phi, v and r are the times "
-        "of drafting, of the model's run over K + 1 positions and of the rest, in units of the baseline's time a "
-        "token. They were measured in turn with the rounds that they predict, over the same texts, in rounds whose "
-        "draft tokens are all wrong.</p>",
+        "<code>S = E / (K phi + v + r)</code>: E = 1 + alpha + … + alpha<sup>K</sup> tokens a round; K phi, v and r "
+        "are the times of drafting, of the model's run over K + 1 positions and of the rest, in units of the "
+        "baseline's time a token. They were measured in turn with the rounds that they predict, over the same texts, "
+        "in rounds whose draft tokens are all wrong.</p>",
         _legend(colour),
     ]
     for model, method in dict.fromkeys((cell.model, cell.method) for cell in drawn):
