@@ -121,7 +121,10 @@ def bench(
         timed = _time(name, prompts, values)
         benches.append(timed)
         if values["acceptances"]:
-            cells += summarise_synthetic(timed.runs)
+            found_cells = summarise_synthetic(timed.runs)
+            if values["methods"] is None and all(cell.method == "none" for cell in found_cells):
+                note(f"{bundle.manifest.name} has no draft: drafting costs nothing here")
+            cells += found_cells
             continue
         summary = summarise(timed.runs)
         rows += summary

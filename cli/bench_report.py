@@ -59,8 +59,8 @@ CLASSES
 
 
 def write_report(path: Path, found: Found) -> None:
-    """Write the page."""
-    path.write_text(report_page(found), encoding="utf-8")
+    """Write the page; what UTF-8 cannot hold of a name becomes a question mark."""
+    path.write_text(report_page(found), encoding="utf-8", errors="replace")
 
 
 def report_page(found: Found) -> str:
@@ -195,8 +195,8 @@ def _legend(colour: dict[str, str]) -> str:
 
 def _table(table: Sequence[Cells]) -> str:
     """A table with its header first; columns of numbers stand right."""
-    columns = list(zip(*table[1:], strict=True))
-    kinds = ["" if column and all(map(_is_number, column)) else " class=name" for column in columns]
+    columns = zip(*table, strict=True)
+    kinds = ["" if all(map(_is_number, column[1:])) else " class=name" for column in columns]
 
     def row(cells: Cells, tag: str) -> str:
         written = [f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True)]

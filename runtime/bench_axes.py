@@ -10,9 +10,10 @@ from specrun.models_cache.layout import Bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.bench_runs import BASELINE
 from specrun.runtime.bench_summary import Summary, totals
+from specrun.runtime.heads import HEAD_METHODS
 
 REPORT_FILE = "speculator.json"
-UNTRAINED = ("none", "ngram")
+TRAINED = ("draft", *HEAD_METHODS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def method_axes(
 
 def _training(base: str, bundle: Bundle, draft: Bundle | InstalledSpeculator | None) -> tuple[int | None, float | None]:
     """(tokens seen, minutes) of the speculator that serves a method."""
-    if base in UNTRAINED:
+    if base not in TRAINED:
         return 0, 0.0
     if isinstance(draft, Bundle) and base == "draft":
         return None, None

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specrun.cli.bench_pictures import colours, parts_picture, ratio_picture, synthetic_picture, tokens_picture
-from specrun.cli.bench_report import report_page
+from specrun.cli.bench_report import report_page, write_report
 from specrun.cli.bench_tables import Found
 from specrun.cli.main import main
 from specrun.cli.svg import Picture, scale, ticks
@@ -127,6 +127,7 @@ def test_synthetic_acceptance(tmp_path: Path) -> None:
     assert {"E", "MAT", "S", "predicted", "error", "S none", "theorem", "equal"} <= set(header)
     assert [tuple(row[:3]) for row in rows] == [("none", a, k) for k in ("1", "4") for a in ("0", "0.5", "0.9")]
     assert all(row[-1] == "yes" for row in rows)
+    assert "tiny has no draft: drafting costs nothing here" in result.stderr
     parsed = check_page(page.read_text(encoding="utf-8"))
     assert "alpha 0, K" not in parsed.text  # the costs come from there: no point in drawing it
     assert "alpha 0.9, K 4" in parsed.text
@@ -271,6 +272,11 @@ def test_names_are_escaped_wherever_they_stand() -> None:
     assert page.text.count(NASTY) > 15
     assert any(NASTY in (value or "") for _, value in page.attributes) is False  # labels are ours
     check_page(report_page(found(cells=[cell(1, 0.5, 1.0, 1.1)])))
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    write_report(tmp_path / "page.html", found(rows=[summary(category="a\ud800b")]))
+    assert "a?b" in check_page((tmp_path / "page.html").read_text(encoding="utf-8")).text
 
 
 def test_one_category_and_prompts_without_an_interval() -> None:
