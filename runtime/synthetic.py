@@ -75,7 +75,7 @@ def run_synthetic(
 
     methods: whose drafting is paid for, each by itself; by default the engine's draft model, else "none": at no cost.
     Texts go on after their end, and runs to the end of the round that reaches `max_tokens`, so that the tokens a round
-    are not bent by the last one. The rest as `run_bench`.
+    are not bent by the last one; a draft model reads the prompt before the first. The rest as `run_bench`.
     """
     methods = list(methods or [default_method(engine)])
     for method in methods:

@@ -46,10 +46,13 @@ class SyntheticProposer:
         self.drafted = 0  # and those that the inner proposer drafted
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
-        """Begin a request."""
+        """Begin a request; a draft model reads the prompt now, as part of the prefill and not of the first round."""
         self._prompt_length = len(prompt_tokens)
         if self._inner is not None:
             self._inner.start(prompt_tokens)
+            if not self._inner.needs_features:
+                self._inner.propose(prompt_tokens, 1)
+                self._inner.rewind_to(self._prompt_length)
 
     def take_features(self, position: int, features: NDArray[np.float32]) -> None:
         """Hand them on."""
