@@ -27,6 +27,16 @@ _ENGINE: tuple[Decorator, ...] = (
     click.option("--yes", is_flag=True, help=f"Get {DEFAULT_MODEL} without asking if it is not here yet."),
 )
 
+_MODELS = click.option(
+    "-m",
+    "--model",
+    "models",
+    multiple=True,
+    default=(DEFAULT_MODEL,),
+    show_default=True,
+    help="A model's name, or its folder; given several times, one after another.",
+)
+
 _SPECULATION: tuple[Decorator, ...] = (
     click.option(
         "--method",
@@ -118,6 +128,11 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _decorated(command, _ENGINE)
 
 
+def engines_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `engine_options`, with --model for any number of `models`."""
+    return _decorated(command, (_MODELS, *_ENGINE[1:]))
+
+
 def writing_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Everything that `generate` and `chat` share."""
     return _decorated(command, _ENGINE[:2] + _SPECULATION + _SAMPLING + _SYSTEM + _SHOWING + _ENGINE[2:])
@@ -125,7 +140,7 @@ def writing_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def engine_values(values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that `open_engine` takes."""
-    return {name: values[name] for name in _ENGINE_NAMES}
+    return {name: values[name] for name in _ENGINE_NAMES if name in values}
 
 
 def request_values(values: dict[str, Any]) -> dict[str, Any]:

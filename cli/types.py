@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+ALL_METHODS = "all"
 PRECISION = click.Choice(["int8", "int4", "fp32", "source"])
 
 
@@ -21,7 +22,9 @@ def methods(value: str) -> tuple[str, ...]:
 
 
 def timed_methods(value: str) -> tuple[str, ...]:
-    """The methods of a list, each with a K of its own if it has one: `ngram:4`."""
+    """The methods of a list, each with a K of its own if it has one: `ngram:4`. Or `ALL_METHODS` alone."""
+    if value.strip() == ALL_METHODS:
+        return (ALL_METHODS,)
     parts = [entry.partition(":") for entry in value.replace(",", " ").split()]
     names = methods(",".join(name for name, _, _ in parts))
     found = tuple(f"{name}{colon}{k}" for name, (_, colon, k) in zip(names, parts, strict=True))
@@ -69,10 +72,15 @@ def ranges(value: str) -> tuple[int, ...]:
 
 def shares(value: str) -> tuple[float, ...]:
     """The numbers from 0 to 1 of a list, ascending."""
+    return tuple(sorted(set(chances(value))))
+
+
+def chances(value: str) -> tuple[float, ...]:
+    """The numbers from 0 to 1 of a list."""
     try:
-        found = {float(number) for number in value.replace(",", " ").split()}
+        found = tuple(float(number) for number in value.replace(",", " ").split())
     except ValueError:
-        found = set()
-    if not found or not all(0.0 <= number <= 1.0 for number in found):
-        raise click.BadParameter(f"{value!r} is no list of numbers from 0 to 1, such as 0.5,0.7.")
-    return tuple(sorted(found))
+        found = ()
+    if not found or not all(0 <= number <= 1 for number in found):
+        raise click.BadParameter(f"{value!r} is no list of numbers from 0 to 1, such as 0.5,0.9.")
+    return found

@@ -58,7 +58,8 @@ class Drafting:
         self._draft_acceptance = draft_method.ACCEPTANCE
         self._draft_estimates = estimates(self._draft_acceptance)
         chosen = draft if isinstance(draft, InstalledSpeculator) else None
-        self._given = None if draft is None else "draft" if chosen is None else chosen.manifest.method
+        # The method of what was named, which "auto" then takes.
+        self.given = None if draft is None else "draft" if chosen is None else chosen.manifest.method
         if isinstance(draft, Bundle):
             self._load_draft(draft, threads)
         self._tuning = tuning
@@ -71,8 +72,8 @@ class Drafting:
 
         N-grams cost next to nothing where they do not pay, and so does a head that is asked only where it pays.
         """
-        if self._given is not None:
-            return f"{self._given}+ngram"
+        if self.given is not None:
+            return f"{self.given}+ngram"
         paired = [method for method in self.methods if method not in ("none", "lookahead")]
         tuned = self._tuning.fastest_of(paired)
         if tuned is not None:
@@ -181,15 +182,13 @@ class Drafting:
             self._draft_acceptance, None if speculator is None else self._tuning.heads.get(speculator.digest)
         )
 
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights that are loaded."""
-        return self.heads.weights_bytes + (self.draft.bundle.weights_bytes if self.draft else 0)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV buffers."""
-        return self.heads.kv_bytes + (self.draft.cache.nbytes if self.draft else 0)
+    def memory(self, method: str | None = None) -> tuple[int, int]:
+        """Bytes of (weights, KV buffers) that are loaded; with `method`, of those that it uses."""
+        base = None if method is None else method.partition("+")[0]
+        weights, kv = self.heads.memory(base)
+        if self.draft is not None and base in (None, "draft"):
+            weights, kv = weights + self.draft.bundle.weights_bytes, kv + self.draft.cache.nbytes
+        return weights, kv
 
     @property
     def onnx_seconds(self) -> float:

@@ -216,13 +216,10 @@ class Engine:
         """Seconds that all runs of target, draft and heads spent inside ONNX Runtime so far."""
         return self.target.onnx_seconds + self.drafting.onnx_seconds
 
-    def memory(self) -> Memory:
-        """Bytes of weights and KV buffers as they stand."""
-        return Memory(
-            weights_bytes=self.bundle.weights_bytes + self.drafting.weights_bytes,
-            kv_target_bytes=self.target.cache.nbytes,
-            kv_draft_bytes=self.drafting.kv_bytes,
-        )
+    def memory(self, method: str | None = None) -> Memory:
+        """Bytes of weights and KV buffers as they stand; with `method`, those that it uses."""
+        weights, kv = self.drafting.memory(method)
+        return Memory(self.bundle.weights_bytes + weights, self.target.cache.nbytes, kv)
 
     def close(self) -> None:
         """Free sessions and buffers; may be called twice. The engine cannot be used afterwards.

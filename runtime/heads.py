@@ -195,15 +195,10 @@ class Heads:
         self._tuning = tuning
         self.forget()
 
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights that are loaded."""
-        return sum(head.speculator.weights_bytes for head in self._loaded.values())
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the heads' caches."""
-        return sum(head.session.kv_bytes for head in self._loaded.values())
+    def memory(self, method: str | None = None) -> tuple[int, int]:
+        """Bytes of the weights that are loaded and of the heads' caches; with `method`, those of its head."""
+        heads = [head for name, head in self._loaded.items() if method in (None, name)]
+        return sum(head.speculator.weights_bytes for head in heads), sum(head.session.kv_bytes for head in heads)
 
     @property
     def onnx_seconds(self) -> float:

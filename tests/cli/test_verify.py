@@ -116,19 +116,3 @@ def test_check_of_a_draft_with_another_tokenizer(tiny_source: Path, tmp_path: Pa
     assert "id 290" in result.stderr
     result = CliRunner().invoke(main, ["generate", "-m", "tiny", "--draft", "other", "x"])
     assert (result.exit_code, result.stdout) == (1, "")
-
-
-def test_bench(tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    arguments = ["bench", "--model", "tiny", "--max-tokens", "8", "--repeats", "1", "--output", str(path)]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.stderr
-    header, *rows = [line.split() for line in result.stdout.splitlines()]
-    assert header[:2] == ["category", "method"]
-    assert [row[1] for row in rows] == ["baseline", "none", "ngram"]
-    assert rows[1][-1] == rows[2][-1] == "yes"
-    kept = path.read_text()
-    value = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
-    assert path.read_text() == kept
-    assert [row["method"] for row in value["summary"]] == ["baseline", "none", "ngram"]
-    assert value["environment"]["model"] == "tiny"
