@@ -36,13 +36,23 @@ LOOKAHEAD: Decorator = click.option(
     help="For --method lookahead: columns of its window, length of its n-grams, guesses a token; by default 3,3,3.",
 )
 
+_MODELS = click.option(
+    "-m",
+    "--model",
+    "models",
+    multiple=True,
+    default=(DEFAULT_MODEL,),
+    show_default=True,
+    help="A model's name, or its folder; given several times, one after another.",
+)
+
 _SPECULATION: tuple[Decorator, ...] = (
     click.option(
         "--method",
-        help="How to draft: none, ngram (repeats of what was read or written), lookahead (the model's own guesses, "
-        "made beside the text), draft (a small model), medusa or eagle (heads on top of the model), or two in turn: "
-        "eagle+ngram, medusa+ngram, draft+ngram. By default what --draft names, else ngram. The text is the same "
-        "with each, unless --sampling is rejection.",
+        help="How to draft: auto (what is fastest here, by `specrun tune`, or what --draft names), none, ngram "
+        "(repeats of what was read or written), lookahead (the model's own guesses, made beside the text), draft (a "
+        "small model), medusa or eagle (heads on top of the model), or two in turn: eagle+ngram, medusa+ngram, "
+        "draft+ngram. By default auto. The text is the same with each, unless --sampling is rejection.",
     ),
     click.option(
         "--draft-length",
@@ -130,6 +140,11 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _decorated(command, _ENGINE)
 
 
+def engines_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `engine_options`, with --model for any number of `models`."""
+    return _decorated(command, (_MODELS, *_ENGINE[1:]))
+
+
 def writing_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Everything that `generate` and `chat` share."""
     return _decorated(command, _ENGINE[:2] + _SPECULATION + _SAMPLING + _SYSTEM + _SHOWING + _ENGINE[2:])
@@ -137,7 +152,7 @@ def writing_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def engine_values(values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that `open_engine` takes."""
-    return {name: values[name] for name in _ENGINE_NAMES}
+    return {name: values[name] for name in _ENGINE_NAMES if name in values}
 
 
 def request_values(values: dict[str, Any]) -> dict[str, Any]:

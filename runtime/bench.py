@@ -1,89 +1,29 @@
 """Times methods against the fastest plain loop: alternating runs, paired by prompt, resumable.
 
-The baseline is plain decoding at its natural width 1, inexact as that is; only this module may run it. Every run starts
-from an engine that has forgotten all earlier ones, so no method profits from another's text.
+The baseline is plain decoding at its natural width 1, inexact as that is; only `bench` may run it. Every run starts
+from an engine that has forgotten all earlier ones, so no method profits from another's text. Methods alternate within
+a model; models are timed one after another.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import platform
-import statistics
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from specrun.models_cache.errors import IntegrityError, UsageError
-from specrun.models_cache.progress import Progress, no_progress
-from specrun.runtime.backend import onnxruntime
-from specrun.runtime.engine import Engine, Prompt
+from specrun.models_cache.errors import UsageError
+from specrun.models_cache.progress import Progress
+from specrun.runtime.bench_environment import peak_memory
+from specrun.runtime.bench_runs import BASELINE, Bench, BenchPrompt, Run, time_in_turn
+from specrun.runtime.engine import Engine
 from specrun.runtime.request import RequestOptions
 from specrun.runtime.session import WidthRule
+from specrun.runtime.stream import Stream
 
-BASELINE = "baseline"
-
-
-@dataclass(frozen=True, slots=True)
-class BenchPrompt:
-    """A prompt with the id and category that results are paired and grouped by."""
-
-    id: str
-    category: str
-    prompt: Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One timed run. onnx_s: seconds of decoding spent inside ONNX Runtime."""
-
-    id: str
-    category: str
-    method: str
-    repeat: int
-    tokens: int
-    rounds: int
-    decode_s: float
-    onnx_s: float
-    prefill_s: float
-    mean_accepted_tokens: float
-    acceptance_rate: float
-    ids_digest: str
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Decoding only."""
-        return self.decode_s / max(1, self.tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A method over a category. ratio: baseline's time a token / the method's, each prompt's median weighing the same.
-
-    draft_ms, verify_ms: milliseconds a round of drafting and of the target's run; overhead_ms: those outside ONNX
-    Runtime. equal: whether every text is that of exact plain decoding; None where "none" was not run.
-    """
-
-    category: str
-    method: str
-    prompts: int
-    tokens_per_s: float
-    ratio: float
-    mean_accepted_tokens: float
-    acceptance_rate: float
-    draft_ms: float
-    verify_ms: float
-    overhead_ms: float
-    equal: bool | None
-
-    @property
-    def loses(self) -> bool:
-        """Whether the method drafts, and is slower than the fastest plain loop."""
-        return self.method not in (BASELINE, "none") and self.ratio < 1.0
+__all__ = ["BASELINE", "Bench", "BenchPrompt", "Run", "load_prompts", "plain_widths", "run_bench", "time_stream"]
 
 
 def load_prompts(path: Path, *, per_category: int | None = None) -> list[BenchPrompt]:
@@ -134,83 +74,32 @@ def run_bench(
     repeats: int = 3,
     output: Path | None = None,
     progress: Progress | None = None,
-) -> list[Run]:
+) -> Bench:
     """Time the baseline and `methods` on every prompt, in turn, `repeats` times.
 
     "ngram:4" fixes K to 4, "lookahead:5/4/5" sets window, n-grams and guesses.
 
     output: a JSONL file of runs; those already in it, of the same settings, are not run again.
     """
-    report = progress or no_progress
-    settings = environment(engine) | {"max_tokens": max_tokens, "draft_length": draft_length}
-    runs = _read_runs(output, settings) if output is not None else []
-    done = {(run.id, run.method, run.repeat) for run in runs}
+
+    def timed(prompt: BenchPrompt, label: str, repeat: int, tokens: int | None) -> Run:
+        engine.reset()
+        most = max_tokens if tokens is None else min(tokens, max_tokens)
+        with plain_widths(engine) if label == BASELINE else nullcontext():
+            stream = engine.stream(prompt.prompt, **_request(label, draft_length, most))
+            return time_stream(engine, stream, prompt, label, repeat)
+
     labels = [BASELINE, *[method for method in methods if method != BASELINE]]
-    total = len(prompts) * repeats * len(labels)
-    for count, (prompt, repeat, label) in enumerate(_order(prompts, repeats, labels)):
-        report("Timing", count, total)
-        if (prompt.id, label, repeat) in done:
-            continue
-        run = _time(engine, prompt, label, repeat, draft_length, max_tokens)
-        runs.append(run)
-        if output is not None:
-            with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(run)) + "\n")
-    return runs
-
-
-def _order(
-    prompts: Sequence[BenchPrompt], repeats: int, labels: Sequence[str]
-) -> Iterator[tuple[BenchPrompt, int, str]]:
-    """Methods alternate within a prompt, and their order turns from repeat to repeat."""
-    for prompt in prompts:
-        for repeat in range(repeats):
-            shift = repeat % len(labels)
-            for label in (*labels[shift:], *labels[:shift]):
-                yield prompt, repeat, label
-
-
-def _time(
-    engine: Engine, prompt: BenchPrompt, label: str, repeat: int, draft_length: int | None, max_tokens: int
-) -> Run:
-    engine.reset()
-    rule = engine.target.width_rule
-    if label == BASELINE:
-        engine.target.width_rule = WidthRule(padded=False, exact=False)
-    try:
-        stream = engine.stream(prompt.prompt, **_request(label, draft_length, max_tokens))
-        next(stream)  # the prefill
-        before = engine.onnx_seconds
-        for _ in stream:
-            continue
-        inside = engine.onnx_seconds - before
-    finally:
-        engine.target.width_rule = rule
-    result = stream.result
-    return Run(
-        id=prompt.id,
-        category=prompt.category,
-        method=label,
-        repeat=repeat,
-        tokens=result.usage.completion_tokens,
-        rounds=result.speculation.rounds,
-        decode_s=result.timings.decode_s,
-        onnx_s=inside,
-        prefill_s=result.timings.prefill_s,
-        mean_accepted_tokens=result.speculation.mean_accepted_tokens,
-        acceptance_rate=result.speculation.acceptance_rate,
-        ids_digest=hashlib.sha256(repr(result.token_ids).encode()).hexdigest()[:16],
-        draft_s=result.speculation.draft_s,
-        verify_s=result.speculation.verify_s,
-    )
+    settings = {"max_tokens": max_tokens, "draft_length": draft_length}
+    return time_in_turn(engine, prompts, labels, repeats, timed, settings=settings, output=output, progress=progress)
 
 
 def _request(label: str, draft_length: int | None, max_tokens: int) -> RequestOptions:
-    """The options that a label stands for."""
+    """The options that a label stands for; draft_length: of those without a K."""
     method, _, fixed = label.partition(":")
     options: RequestOptions = {"method": method, "draft_length": draft_length, "max_tokens": max_tokens}
     if label == BASELINE:
-        options["method"] = "none"
+        options |= {"method": "none", "draft_length": None}
     elif "/" in fixed:
         options["lookahead"] = [*map(int, fixed.split("/"))]
     elif fixed:
@@ -218,86 +107,52 @@ def _request(label: str, draft_length: int | None, max_tokens: int) -> RequestOp
     return options
 
 
-def summarise(runs: Iterable[Run]) -> list[Summary]:
-    """A row for each category and method, then "all"; needs the baseline's runs."""
-    cells: dict[tuple[str, str, str], list[Run]] = {}
-    for run in runs:
-        cells.setdefault((run.category, run.method, run.id), []).append(run)
-    categories = [*dict.fromkeys(category for category, _, _ in cells)]
-    methods = [*dict.fromkeys(method for _, method, _ in cells)]
-    groups = {category: [category] for category in categories}
-    if len(categories) > 1:
-        groups["all"] = categories
-    rows = []
-    for name, members in groups.items():
-        for method in methods:
-            ids = [key for key in cells if key[0] in members and key[1] == method]
-            paired = [key for key in ids if (key[0], BASELINE, key[2]) in cells]
-            if paired:
-                rows.append(_summary(name, method, cells, paired))
-    return rows
-
-
-def _summary(
-    name: str, method: str, cells: dict[tuple[str, str, str], list[Run]], keys: list[tuple[str, str, str]]
-) -> Summary:
-    def per_token(key: tuple[str, str, str]) -> float:
-        return statistics.median(run.seconds_per_token for run in cells[key])
-
-    own = [per_token(key) for key in keys]
-    base = [per_token((category, BASELINE, identity)) for category, _, identity in keys]
-    runs = [run for key in keys for run in cells[key]]
-    rounds = sum(run.rounds for run in runs)
-    return Summary(
-        category=name,
-        method=method,
-        prompts=len(keys),
-        tokens_per_s=len(own) / sum(own) if sum(own) else 0.0,
-        ratio=sum(base) / sum(own) if sum(own) else 0.0,
-        mean_accepted_tokens=sum(run.mean_accepted_tokens * run.rounds for run in runs) / max(1, rounds),
-        acceptance_rate=statistics.mean(run.acceptance_rate for run in runs),
-        draft_ms=1e3 * sum(run.draft_s for run in runs) / max(1, rounds),
-        verify_ms=1e3 * sum(run.verify_s for run in runs) / max(1, rounds),
-        overhead_ms=1e3 * sum(run.decode_s - run.onnx_s for run in runs) / max(1, rounds),
-        equal=_equal(cells, keys),
-    )
-
-
-def _equal(cells: dict[tuple[str, str, str], list[Run]], keys: list[tuple[str, str, str]]) -> bool | None:
-    plain = {key: {run.ids_digest for run in cells.get((key[0], "none", key[2]), [])} for key in keys}
-    if not all(plain.values()):
-        return None
-    return all(len(plain[key] | {run.ids_digest for run in cells[key]}) == 1 for key in keys)
-
-
-def environment(engine: Engine) -> dict[str, Any]:
-    """What a figure depends on: model, precision, versions, processor, threads."""
-    manifest = engine.bundle.manifest
-    return {
-        "model": manifest.name,
-        "digest": engine.bundle.digest,
-        "precision": manifest.precision.get("requested"),
-        "onnxruntime": onnxruntime().__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": engine.threads,
-        "exactness": engine.calibration.exactness,
-    }
-
-
-def _read_runs(path: Path, settings: dict[str, Any]) -> list[Run]:
-    """Runs of an earlier, interrupted call; begins the file with the settings if there is none."""
-    if not path.exists():
-        path.write_text(json.dumps({"settings": settings, "started": time.strftime("%Y-%m-%d %H:%M")}) + "\n")
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+@contextmanager
+def plain_widths(engine: Engine) -> Iterator[None]:
+    """Within it the target runs at every width as it is, unpadded: the fastest plain loop, not exact."""
+    rule = engine.target.width_rule
+    engine.target.width_rule = WidthRule(padded=False, exact=False)
     try:
-        head = json.loads(lines[0])["settings"]
-        runs = [Run(**json.loads(line)) for line in lines[1:-1] if line]
-    except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{path.name} is no file of bench runs: choose another --output.") from error
-    if head != settings:
-        raise UsageError(f"{path.name} holds runs of other settings: choose another --output, or delete it.")
-    if lines[-1]:  # cut in the middle of a line
-        path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
-    return runs
+        yield
+    finally:
+        engine.target.width_rule = rule
+
+
+def time_stream(
+    engine: Engine, stream: Stream, prompt: BenchPrompt, label: str, repeat: int, *, whole_rounds: int | None = None
+) -> Run:
+    """Read a stream to its end, or with `whole_rounds` to the end of the round that reaches so many tokens."""
+    pieces = iter(stream)
+    written = len(next(pieces).tokens)  # the prefill
+    before = engine.onnx_seconds
+    for piece in pieces:
+        written += len(piece.tokens)
+        if whole_rounds is not None and written >= whole_rounds:
+            stream.cancel()
+    inside = engine.onnx_seconds - before
+    result = stream.result
+    counts, memory = result.speculation, engine.memory(result.method)
+    ids = result.token_ids if whole_rounds is None else result.token_ids[:whole_rounds]
+    return Run(
+        model=result.model,
+        id=prompt.id,
+        category=prompt.category,
+        method=label,
+        repeat=repeat,
+        tokens=result.usage.completion_tokens,
+        rounds=counts.rounds,
+        evaluated=counts.evaluated,
+        accepted=counts.accepted,
+        prefill_s=result.timings.prefill_s,
+        decode_s=result.timings.decode_s,
+        draft_s=counts.draft_s,
+        verify_s=counts.verify_s,
+        onnx_s=inside,
+        mean_accepted_tokens=counts.mean_accepted_tokens,
+        acceptance_rate=counts.acceptance_rate,
+        weights_bytes=memory.weights_bytes,
+        kv_target_bytes=memory.kv_target_bytes,
+        kv_draft_bytes=memory.kv_draft_bytes,
+        peak_bytes=peak_memory(),
+        ids_digest=hashlib.sha256(repr(ids).encode()).hexdigest()[:16],
+    )

@@ -6,6 +6,7 @@ the cache root, never inside the bundle.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -15,10 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specrun.models_cache.diskerrors import cache_errors
+from specrun.models_cache.errors import CacheError
 from specrun.models_cache.layout import Bundle, cache_root
 from specrun.runtime.backend import onnxruntime, threads_are_shared
 from specrun.runtime.session import WIDEST_BARE, ModelSession, WidthRule
@@ -69,7 +73,7 @@ def calibrate(
 
     `open_session(batch, rule)` opens a session of the bundle; it is called only for a probe. `force`: probe anew.
     """
-    path = _path(bundle, threads)
+    path = kept_path("calibration", VERSION, bundle, threads)
     kept = None if force else _load(path)
     if kept is not None:
         return kept
@@ -186,10 +190,20 @@ def _tokens(count: int, vocabulary: int) -> list[int]:
     return [(index * 7919 + 104729) % vocabulary for index in range(1, count + 1)]
 
 
-def _path(bundle: Bundle, threads: int) -> Path:
-    key = [VERSION, bundle.target_digest, onnxruntime().__version__, _processor(), threads, threads_are_shared()]
+def kept_path(kind: str, version: int, bundle: Bundle, threads: int) -> Path:
+    """Where what was measured of a bundle on this machine is kept: one file for each setting that it depends on."""
+    key = [version, bundle.target_digest, onnxruntime().__version__, _processor(), threads, threads_are_shared()]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    return cache_root() / "calibration" / f"{digest[:32]}.json"
+    return cache_root() / kind / f"{digest[:32]}.json"
+
+
+def write_kept(path: Path, content: Any) -> None:
+    """Write a JSON file that appears whole. Raises CacheError if the cache cannot be written."""
+    with cache_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.replace(path)
 
 
 def _processor() -> str:
@@ -216,10 +230,5 @@ def _load(path: Path) -> Calibration | None:
 
 def _save(path: Path, found: Calibration) -> None:
     """Keep the result if the cache can be written; a read-only one costs a probe at each start."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(found)))
-        temporary.replace(path)
-    except OSError:
-        return
+    with contextlib.suppress(CacheError, OSError):
+        write_kept(path, asdict(found))

@@ -57,12 +57,29 @@ class DraftPlan:
 
 
 class DraftLengthPlanner:
-    """Plans K. cost(width): seconds of a target run; step_cost: seconds of a draft token; fixed: always this K."""
+    """Plans K. cost(width): seconds of a target run; step_cost: seconds of a draft token; fixed: always this K.
 
-    def __init__(self, cost: Callable[[int], float], *, step_cost: float = 0.0, fixed: int | None = None) -> None:
-        self._costs = [cost(width) for width in range(1, MAX_DRAFT_LENGTH + 2)]
+    beyond(length): seconds that a text of this length adds to a run.
+    """
+
+    def __init__(
+        self,
+        cost: Callable[[int], float],
+        *,
+        beyond: Callable[[int], float] | None = None,
+        step_cost: float = 0.0,
+        fixed: int | None = None,
+    ) -> None:
+        self._table = self._costs = [cost(width) for width in range(1, MAX_DRAFT_LENGTH + 2)]
+        self._beyond = beyond
         self._step_cost = step_cost
         self._fixed = fixed
+
+    def begin(self, length: int) -> None:
+        """The next plans are for rounds behind so many tokens."""
+        if self._beyond is not None:
+            more = self._beyond(length)
+            self._costs = [cost + more for cost in self._table]
 
     @property
     def fixed(self) -> int | None:

@@ -22,24 +22,18 @@ from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
 from specrun.runtime.chooser import Chooser
-from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
-from specrun.runtime.head_estimate import estimates
-from specrun.runtime.heads import HEAD_METHODS, Heads, find_draft
+from specrun.runtime.drafting import Drafting
+from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
-from specrun.runtime.ngram_table import NgramTable
 from specrun.runtime.proposal import Proposer
-from specrun.runtime.proposers import draft as draft_method
-from specrun.runtime.proposers import ngram as ngram_method
-from specrun.runtime.proposers.combined import CombinedProposer
-from specrun.runtime.proposers.lookahead import LookaheadProposer
-from specrun.runtime.request import METHODS, Request, RequestOptions, request_options
+from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
-from specrun.runtime.session import ModelSession, session_opener
+from specrun.runtime.round_costs import RoundCosts
+from specrun.runtime.session import session_opener
 from specrun.runtime.side_branches import MARGIN
 from specrun.runtime.stream import Stream
 from specrun.runtime.tokenizer import Tokenizer
-from specrun.runtime.tree_planner import Planning
-from specrun.runtime.tree_shape import SIDE_VALUE_MARGIN, SIDE_VALUE_REVERIFY
+from specrun.runtime.tuning import Tuning, load_tuning
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
@@ -77,25 +71,11 @@ class Engine:
         self._open_session = session_opener(bundle, self.threads, device, shared_cpu=isinstance(draft, Bundle))
         self.calibration = calibrate(bundle, self.threads, self._open_session)
         self.target = self._open_session(1, self.calibration.rule)
-        self._device = device
-        self._draft: ModelSession | None = None
-        self._draft_calibration: Calibration | None = None
-        self._draft_vocabulary: NDArray[np.int32] | None = None  # where it has fewer tokens than the target
-        self.default_method = "ngram"
-        chosen = None
-        if isinstance(draft, Bundle):
-            self._load_draft(draft, self.threads)
-            self.default_method = "draft"
-        elif draft is not None:
-            chosen, self.default_method = draft, draft.manifest.method
-        self._heads = Heads(bundle, self.threads, device, chosen)
+        self.tuning = load_tuning(bundle, self.threads)
+        self._costs = self.target.costs = RoundCosts(self.calibration.cost, self.tuning.beyond)
+        self.drafting = Drafting(bundle, draft, self.threads, device, self.tuning)
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
-        self._draft_tokens: list[int] = []
-        self._table = self._new_table()
-        self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
-        self._draft_acceptance = draft_method.ACCEPTANCE
-        self._draft_estimates = estimates(self._draft_acceptance)
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._end_stream: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -159,26 +139,23 @@ class Engine:
             messages.insert(0, {"role": "system", "content": system})
         return encode_chat(self.tokenizer, messages)
 
+    def resolve_method(self, method: str) -> str:
+        """The method itself, or the one that "auto" stands for here; round by round it still drafts only what pays."""
+        return self.drafting.automatic() if method == "auto" else method
+
     @property
     def has_draft(self) -> bool:
         """Whether a draft model is loaded."""
-        return self._draft is not None
+        return self.drafting.draft is not None
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that this engine can run, of `METHODS`."""
-        bases = {base for base in ("draft", *HEAD_METHODS) if self._heads.find(base) is not None}
-        bases |= {"none", "ngram", "lookahead"} if self._draft is None else {"none", "ngram", "lookahead", "draft"}
-        return tuple(method for method in METHODS if method.partition("+")[0] in bases)
+        """The methods that this engine can run, of `METHODS`, besides "auto"."""
+        return self.drafting.methods
 
     def require_method(self, method: str) -> None:
         """Raise UsageError, saying what is missing, if this engine cannot run a method."""
-        base = method.partition("+")[0]
-        if base in HEAD_METHODS:
-            self._heads.require(base)
-        elif base == "draft" and self._draft is None and self._heads.find(base) is None:
-            train = f"`specrun train draft --model {self.bundle.manifest.name}`"
-            raise UsageError(f"Method '{method}' needs a draft model: give one with --draft, or make one with {train}.")
+        self.drafting.require(method)
 
     @property
     def margin(self) -> float | None:
@@ -187,30 +164,39 @@ class Engine:
 
     def load_ngrams(self, path: Path) -> None:
         """Take the earlier texts and the pool of a saved table, so that what was written helps later requests."""
-        manifest = self.bundle.manifest
         with self._exclusive():
-            self._table = NgramTable.load(path, tokens=manifest.sizes.tokens, eos_ids=manifest.special_ids.eos)
+            self.drafting.load_ngrams(path)
 
     def save_ngrams(self, path: Path) -> None:
         """Save the texts of this engine's requests, and the pool of n-grams that lookahead decoding filled."""
         with self._exclusive():
-            self._table.save(path)
+            self.drafting.table.save(path)
 
-    def reset(self) -> None:
-        """Forget every earlier request: cached KV, earlier texts and what was learnt of acceptance."""
+    def reset(self, *, texts_only: bool = False) -> None:
+        """Forget every earlier request: cached KV, earlier texts and, unless `texts_only`, what acceptance they had."""
         with self._exclusive():
-            self._target_tokens, self._draft_tokens = [], []
-            self._table = self._new_table()
-            self._ngram_estimate = AcceptanceEstimate(ngram_method.PRIORS)
-            self._draft_estimates = estimates(self._draft_acceptance)
-            self._heads.forget()
+            self._target_tokens = []
+            self.drafting.forget(texts_only=texts_only)
 
     def recalibrate(self) -> Calibration:
         """Probe this machine's widths anew and go by what is found."""
         with self._exclusive():
             self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True)
             self.target.width_rule = self.calibration.rule
+            self._costs = self.target.costs = RoundCosts(self.calibration.cost, self.tuning.beyond)
         return self.calibration
+
+    def learnt(self) -> Tuning:
+        """What requests taught so far, with no figures of methods."""
+        return self.drafting.learnt(self._costs.slope)
+
+    def begin_from(self, tuning: Tuning) -> None:
+        """Forget every earlier request and begin from a tuning."""
+        self.reset()
+        with self._exclusive():
+            self.tuning = tuning
+            self._costs = self.target.costs = RoundCosts(self.calibration.cost, tuning.beyond)
+            self.drafting.begin_from(tuning)
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Plain decoding's logits f32 [vocabulary] after `tokens`."""
@@ -229,18 +215,12 @@ class Engine:
     @property
     def onnx_seconds(self) -> float:
         """Seconds that all runs of target, draft and heads spent inside ONNX Runtime so far."""
-        draft = self._draft.onnx_seconds if self._draft else 0.0
-        return self.target.onnx_seconds + draft + self._heads.onnx_seconds
+        return self.target.onnx_seconds + self.drafting.onnx_seconds
 
-    def memory(self) -> Memory:
-        """Bytes of weights and KV buffers as they stand."""
-        draft, heads = self._draft, self._heads
-        drafting = heads.weights_bytes + (draft.bundle.weights_bytes if draft else 0)
-        return Memory(
-            weights_bytes=self.bundle.weights_bytes + drafting,
-            kv_target_bytes=self.target.cache.nbytes,
-            kv_draft_bytes=heads.kv_bytes + (draft.cache.nbytes if draft else 0),
-        )
+    def memory(self, method: str | None = None) -> Memory:
+        """Bytes of weights and KV buffers as they stand; with `method`, those that it uses."""
+        weights, kv = self.drafting.memory(method)
+        return Memory(self.bundle.weights_bytes + weights, self.target.cache.nbytes, kv)
 
     def close(self) -> None:
         """Free sessions and buffers; may be called twice. The engine cannot be used afterwards.
@@ -256,9 +236,7 @@ class Engine:
         with self._exclusive():
             self._closed = True
             self.target.close()
-            if self._draft is not None:
-                self._draft.close()
-            self._heads.close()
+            self.drafting.close()
             del self._open_session  # it holds the target's weights
 
     def __enter__(self) -> Engine:
@@ -303,88 +281,25 @@ class Engine:
         if self.target.width_rule != self._held_rule:  # what was written at other widths may have other bits
             self._target_tokens, self._held_rule = [], self.target.width_rule
         shared = shared_prefix(self._target_tokens[: self.target.length], prompt[:-1])
-        base = method.partition("+")[0]
-        if base in HEAD_METHODS:
-            shared = min(shared, self._heads.held(base, prompt))
-            self._heads.reserve(base, length)
+        shared = min(shared, self.drafting.held(method, prompt))
+        self.drafting.reserve(method, length)
         self.target.rewind_to(shared)
         del self._target_tokens[shared:]
         self.target.reserve(length)
-        if self._draft is not None:
-            self._draft.reserve(length)
         return shared
 
     def proposer(self, request: Request, chooser: Chooser) -> Proposer | None:
         """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
-        base, _, second = str(request.method).partition("+")
-        fixed = request.options.draft_length
-        if base == "none" or fixed == 0:
-            return None
-        if base == "lookahead":
-            return LookaheadProposer(self._table, request.lookahead, tokens=self.bundle.manifest.sizes.tokens)
-        cost = self.calibration.cost
-        planner = DraftLengthPlanner(cost, fixed=fixed)
-        ngram = ngram_method.NgramProposer(self._table, planner, self._ngram_estimate)
-        if base == "ngram":
-            return ngram
-        other: Planning
-        if base in HEAD_METHODS:
-            other = self._heads.proposer(base, request, cost, self._side_value(chooser), chooser.noise)
-        else:
-            other = self._draft_proposer(request, chooser)
-        return CombinedProposer(ngram, other, self._heads.lift(base), fixed=fixed is not None) if second else other
-
-    def _draft_proposer(self, request: Request, chooser: Chooser) -> draft_method.DraftProposer:
-        if self._draft is None:
-            speculator = self._heads.require("draft")
-            self._load_draft(speculator.draft_bundle(self.bundle), self._heads.threads)
-            self._draft_vocabulary = speculator.vocabulary()
-            self._draft_acceptance = speculator.manifest.acceptance
-            self._draft_estimates = estimates(self._draft_acceptance)
-        assert self._draft is not None
-        assert self._draft_calibration is not None
-        step_cost, sampling = self._draft_calibration.cost(1), request.options.sampling
-        planner = DraftLengthPlanner(self.calibration.cost, step_cost=step_cost, fixed=request.options.draft_length)
-        return draft_method.DraftProposer(
-            self._draft,
-            chooser,
-            planner,
-            self._draft_estimates[sampling.greedy],
-            self._draft_tokens,
-            self._draft_vocabulary,
-            self.bundle.manifest.sizes.vocabulary,
-            temperature=1.0 if sampling.greedy else sampling.temperature,
-        )
-
-    def _load_draft(self, draft: Bundle, threads: int) -> None:
-        open_draft = session_opener(draft, threads, self._device, shared_cpu=True)
-        self._draft_calibration = calibrate(draft, threads, open_draft)
-        self._draft = open_draft(1, self._draft_calibration.rule)
-
-    def _side_value(self, chooser: Chooser) -> float:
-        """What side branches of a token tree are worth under the policy of this request."""
-        if self.bundle.manifest.kv.window is not None:
-            return 0.0
-        return SIDE_VALUE_MARGIN if chooser.commits_side_branches else SIDE_VALUE_REVERIFY
+        return self.drafting.proposer(request, chooser, self._costs)
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.
 
-        drafted: whether a proposer was started; if not, the draft's cache still holds what it held before. The newest
-        token never counts as held: where an exception came between commit and rewind, a draft token stands there.
+        drafted: whether a proposer was started. The newest token never counts as held: where an exception came between
+        commit and rewind, a draft token stands there.
         """
-        sure = len(committed) - 1
-        self._target_tokens = list(committed[: min(self.target.length, sure)])
-        used = str(request.method).split("+")
-        if self._draft is not None and "draft" in used and drafted:
-            self._draft_tokens = list(committed[: min(self._draft.length, sure)])
-        if used[0] in HEAD_METHODS and drafted:
-            self._heads.finish(used[0], committed)
-        if {"ngram", "lookahead"} & {*used}:
-            self._table.add_text(committed)
-
-    def _new_table(self) -> NgramTable:
-        return NgramTable(eos_ids=self.bundle.manifest.special_ids.eos)
+        self._target_tokens = list(committed[: min(self.target.length, len(committed) - 1)])
+        self.drafting.finish(request, committed, drafted=drafted)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from specrun.runtime.draft_length import AcceptanceEstimate
 
@@ -27,10 +28,43 @@ _MOST_TRUST: Final = 1.25
 Cell = tuple[int, int]
 
 
-class HeadEstimate:
-    """Chances that a candidate is the target's token if its parent stands. acceptance: [depth][rank], as measured."""
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What earlier requests taught of a head: chances [depth][rank], [depth][cell of sureness], and its opinions."""
 
-    def __init__(self, acceptance: Sequence[Sequence[float]]) -> None:
+    by_rank: tuple[tuple[float, ...], ...]
+    by_sureness: tuple[tuple[float, ...], ...]
+    opinions: tuple[float, ...]
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Learnt:
+        """From JSON; raises ValueError, KeyError or TypeError for anything else than what was written there."""
+        by_rank, by_sureness = (
+            tuple(tuple(map(float, row)) for row in raw[name]) for name in ("by_rank", "by_sureness")
+        )
+        opinions = tuple(map(float, raw["opinions"]))
+        chances = [chance for row in (*by_rank, *by_sureness) for chance in row]
+        if not all(0.0 <= chance <= 1.0 for chance in chances) or not all(map(math.isfinite, opinions)):
+            raise ValueError("these are no chances")
+        if any(len(row) != len(_CHANCES) for row in by_sureness) or len(opinions) != len(_CHANCES) + 1:
+            raise ValueError("these are chances of other cells")
+        return cls(by_rank, by_sureness, opinions)
+
+    def fits(self, acceptance: Sequence[Sequence[float]]) -> bool:
+        """Whether it is of a head with so many depths and ranks."""
+        sizes = [len(row) for row in acceptance]
+        return [len(row) for row in self.by_rank] == sizes and len(self.by_sureness) == len(sizes)
+
+
+class HeadEstimate:
+    """Chances that a candidate is the target's token if its parent stands.
+
+    acceptance: [depth][rank], as measured in training; learnt: where to begin instead, if it is of such a head.
+    """
+
+    def __init__(self, acceptance: Sequence[Sequence[float]], learnt: Learnt | None = None) -> None:
+        known = learnt if learnt is not None and learnt.fits(acceptance) else None
+        acceptance = acceptance if known is None else known.by_rank
         self.depths = len(acceptance)
         self.ranks = max(map(len, acceptance), default=0)
         self._by_rank: AcceptanceEstimate[Cell] = AcceptanceEstimate(
@@ -38,11 +72,24 @@ class HeadEstimate:
         )
         self._acceptance = acceptance
         self._by_sureness: AcceptanceEstimate[Cell] = AcceptanceEstimate(
-            {(depth, cell): chance for depth in range(self.depths) for cell, chance in enumerate(_CHANCES)}
+            {
+                (depth, cell): chance
+                for depth in range(self.depths)
+                for cell, chance in enumerate(_CHANCES if known is None else known.by_sureness[depth])
+            }
         )
-        self._opinions = _opinions(acceptance)
+        self._opinions = _opinions(acceptance) if known is None else list(known.opinions)
         self._stood = self._expected = _TRUST_STRENGTH
         self.seen = 0  # candidates judged so far
+
+    @property
+    def learnt(self) -> Learnt:
+        """What it stands at, for requests of later engines."""
+        by_sureness = tuple(
+            tuple(self._by_sureness.chance((depth, cell)) for cell in range(len(_CHANCES)))
+            for depth in range(self.depths)
+        )
+        return Learnt(tuple(map(tuple, self.by_rank())), by_sureness, tuple(self._opinions))
 
     def chance(self, depth: int, sureness: float) -> float:
         """The chance of a child of a node at `depth` (0: the root) of which the head is so sure.
@@ -96,9 +143,12 @@ class HeadEstimate:
         self.seen += 1
 
 
-def estimates(acceptance: Sequence[Sequence[float]]) -> dict[bool, HeadEstimate]:
-    """One for greedy requests (True), one for sampled ones: sureness has another meaning where noise decides."""
-    return {greedy: HeadEstimate(acceptance) for greedy in (True, False)}
+def estimates(acceptance: Sequence[Sequence[float]], learnt: Learnt | None = None) -> dict[bool, HeadEstimate]:
+    """One for greedy requests (True), one for sampled ones: sureness has another meaning where noise decides.
+
+    learnt: of greedy requests.
+    """
+    return {True: HeadEstimate(acceptance, learnt), False: HeadEstimate(acceptance)}
 
 
 def _opinions(acceptance: Sequence[Sequence[float]]) -> list[float]:

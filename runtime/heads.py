@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -10,12 +10,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.models_cache.errors import UnsupportedModelError, UsageError
+from specrun.models_cache.errors import ModelNotFoundError, UnsupportedModelError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator, find_speculator, scan_speculators, speculators_dir
 from specrun.runtime.backend import create_session, threads_are_shared
 from specrun.runtime.feature_rows import Columns, pick_columns
-from specrun.runtime.head_estimate import HeadEstimate, estimates
+from specrun.runtime.head_estimate import HeadEstimate, Learnt, estimates
 from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposers.combined import Lift
@@ -23,8 +23,10 @@ from specrun.runtime.proposers.eagle import EagleCosts, EagleProposer, slots_hel
 from specrun.runtime.proposers.medusa import MedusaProposer
 from specrun.runtime.proposers.nodes import Outlook
 from specrun.runtime.request import Request
+from specrun.runtime.round_costs import RoundCosts
 from specrun.runtime.speculator import EagleSession, MedusaSession
 from specrun.runtime.tree_planner import TreePlanner
+from specrun.runtime.tuning import UNTUNED, Tuning
 
 HEAD_METHODS: Final = ("medusa", "eagle")
 ONE_THREAD_UP_TO: Final = 1024
@@ -39,7 +41,14 @@ def find_draft(bundle: Bundle, name_or_path: str | Path) -> Bundle | InstalledSp
         path.parent == Path() or path.resolve().parent == speculators_dir(bundle).resolve()
     ):
         return find_speculator(bundle, path.name)
-    return find_bundle(name_or_path)
+    try:
+        return find_bundle(name_or_path)
+    except ModelNotFoundError as error:
+        names = ", ".join(found.name for found in scan_speculators(bundle))
+        if not names or path.parent != Path():
+            raise
+        name = bundle.manifest.name
+        raise ModelNotFoundError(f"{name} has no speculator '{path}' (it has: {names}), and {error}") from None
 
 
 @dataclass(slots=True)
@@ -55,9 +64,9 @@ class _Head:
     outlooks: dict[bool, Outlook] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)  # behind the slots of its cache
 
-    def forget(self) -> None:
-        """As just loaded."""
-        self.estimates = estimates(self.speculator.manifest.acceptance)
+    def forget(self, learnt: Learnt | None) -> None:
+        """As just loaded; learnt: what is known of it."""
+        self.estimates = estimates(self.speculator.manifest.acceptance, learnt)
         self.outlooks = {greedy: Outlook() for greedy in (True, False)}
         self.tokens = []
 
@@ -65,12 +74,20 @@ class _Head:
 class Heads:
     """`chosen`: the speculator that was asked for by name; otherwise the first one of a method serves it."""
 
-    def __init__(self, bundle: Bundle, threads: int, device: str, chosen: InstalledSpeculator | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        threads: int,
+        device: str,
+        chosen: InstalledSpeculator | None = None,
+        tuning: Tuning = UNTUNED,
+    ) -> None:
         self._bundle = bundle
         small = bundle.manifest.sizes.hidden <= ONE_THREAD_UP_TO
         self._threads = 1 if small and not threads_are_shared() else threads
         self._device = device
         self._chosen = chosen
+        self._tuning = tuning
         self._found: dict[str, InstalledSpeculator] = {}
         self._lifts: dict[str, Lift] = {}
         self._loaded: dict[str, _Head] = {}
@@ -117,7 +134,7 @@ class Heads:
         return len(prompt)
 
     def proposer(
-        self, method: str, request: Request, cost: Callable[[int], float], side_value: float, noise: PositionNoise
+        self, method: str, request: Request, costs: RoundCosts, side_value: float, noise: PositionNoise
     ) -> MedusaProposer | EagleProposer:
         """The proposer of a request; loads the head if this is the first one."""
         head = self._head(method)
@@ -127,12 +144,17 @@ class Heads:
         sampling = HeadSampling(
             options.sampling, head.vocabulary, noise, tokens=tokens, sample_index=request.sample_index
         )
-        planner = TreePlanner(cost, fixed=options.draft_length, side_value=side_value)
+        planner = TreePlanner(costs.width, beyond=costs.beyond, fixed=options.draft_length, side_value=side_value)
         shared = (head.columns, sampling, planner, head.estimates[greedy], head.outlooks[greedy])
         if isinstance(head.session, MedusaSession):
             return MedusaProposer(head.session, *shared, run_cost=head.costs.append)
         positions = head.speculator.manifest.sizes.positions
         return EagleProposer(head.session, *shared, costs=head.costs, positions=positions, known=head.tokens)
+
+    def draft_costs(self, method: str) -> tuple[float, float]:
+        """Seconds of the first draft token of a round, and of each further one; loads the head if it is not yet."""
+        costs = self._head(method).costs
+        return costs.append, costs.level(1) if costs.levels else 0.0
 
     def lift(self, method: str) -> Lift:
         """What asking this method beside n-grams brought so far."""
@@ -150,21 +172,33 @@ class Heads:
         if isinstance(head.session, EagleSession):
             head.tokens = list(committed[: head.session.length + 1])
 
-    def forget(self) -> None:
-        """Forget every earlier request."""
-        self._lifts.clear()
+    def forget(self, *, texts_only: bool = False) -> None:
+        """Forget every earlier request; texts_only: but not what acceptance they had."""
+        if not texts_only:
+            self._lifts.clear()
         for head in self._loaded.values():
-            head.forget()
+            if texts_only:
+                head.tokens = []
+            else:
+                head.forget(self._tuning.heads.get(head.speculator.digest))
 
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights that are loaded."""
-        return sum(head.speculator.weights_bytes for head in self._loaded.values())
+    def learnt(self) -> dict[str, Learnt]:
+        """What requests taught of each head that is loaded, by its speculator's digest."""
+        return {head.speculator.digest: head.estimates[True].learnt for head in self._loaded.values()}
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the heads' caches."""
-        return sum(head.session.kv_bytes for head in self._loaded.values())
+    def first_chances(self, method: str) -> tuple[float, ...]:
+        """By depth, the chance that the best candidate of a method's head stands, as greedy requests showed it."""
+        return tuple(chances[0] for chances in self._head(method).estimates[True].by_rank())
+
+    def begin_from(self, tuning: Tuning) -> None:
+        """Forget every earlier request and begin from a tuning."""
+        self._tuning = tuning
+        self.forget()
+
+    def memory(self, method: str | None = None) -> tuple[int, int]:
+        """Bytes of the weights that are loaded and of the heads' caches; with `method`, those of its head."""
+        heads = [head for name, head in self._loaded.items() if method in (None, name)]
+        return sum(head.speculator.weights_bytes for head in heads), sum(head.session.kv_bytes for head in heads)
 
     @property
     def onnx_seconds(self) -> float:
@@ -217,5 +251,5 @@ class Heads:
         ids = speculator.vocabulary()
         vocabulary = np.arange(sizes.draft_vocabulary) if ids is None else ids.astype(np.int64)
         head = _Head(speculator, session, columns, vocabulary, costs)
-        head.forget()
+        head.forget(self._tuning.heads.get(speculator.digest))
         return head

@@ -22,6 +22,7 @@ from specrun.models_cache.manifest import GraphSpec
 from specrun.runtime.backend import build_features, create_session, first_line, onnxruntime
 from specrun.runtime.kv_cache import KVCache
 from specrun.runtime.proposal import MAX_NODES
+from specrun.runtime.round_costs import RoundCosts
 
 PREFILL_CHUNK = 256
 SPARE = 8  # positions that a run may need beyond its tokens: the dummy row, and those that fill a width
@@ -82,6 +83,7 @@ class ModelSession:
         self._last: tuple[_Frame, int] | None = None
         self._planted: NDArray[np.float32] | None = None  # the part of the bias that is not 0: a tree of the last run
         self.onnx_seconds = 0.0
+        self.costs: RoundCosts | None = None  # which learn from the runs of one row
 
     @property
     def length(self) -> int:
@@ -183,7 +185,10 @@ class ModelSession:
         except Exception as error:  # onnxruntime raises classes of its own without a common base
             name = self.bundle.manifest.name
             raise BackendError(f"ONNX Runtime failed while running {name}: {first_line(error)}") from error
-        self.onnx_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.onnx_seconds += seconds
+        if self.costs is not None and len(tokens) == 1 and self.width_rule.padded:
+            self.costs.note(len(tokens[0]), lengths[0], seconds)
         self._last = frame, len(tokens[0])
         for row, new in enumerate(tokens):
             lengths[row] += len(new)

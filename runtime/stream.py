@@ -13,6 +13,7 @@ from specrun.models_cache.errors import ContextLengthError, SpecrunError, UsageE
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.draft_length import MAX_DRAFT_LENGTH
 from specrun.runtime.loop import Limits, speculate
+from specrun.runtime.proposal import Proposer
 from specrun.runtime.request import Request
 from specrun.runtime.result import FinishReason, Result, SpeculationStats, Timings, Token, Usage
 from specrun.runtime.text_stream import TextStream
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # Room made at the start of a request for so many tokens to come; longer texts grow it.
 RESERVED_TOKENS = 1024
+
+Wrap = Callable[[Proposer | None], Proposer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,13 @@ class Stream:
     However a stream ends, the engine stays usable.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, request: Request) -> None:
-        method = request.method or engine.default_method
+    def __init__(self, engine: Engine, prompt: Prompt, request: Request, *, wrap: Wrap | None = None) -> None:
+        """wrap: makes of the request's own proposer, None for plain decoding, the one that the loop asks."""
+        method = engine.resolve_method(request.method or "auto")
         engine.require_method(method)
         self.prompt_tokens = engine.encode(prompt, system=request.system, raw=request.raw)
         # The running part refers neither to the stream nor to its generator, so a dropped stream ends at once.
-        self._running = _Running(engine, replace(request, method=method), self.prompt_tokens)
+        self._running = _Running(engine, replace(request, method=method), self.prompt_tokens, wrap)
         self._pieces = self._running.pieces(weakref.WeakMethod(self.close))
 
     def __iter__(self) -> Iterator[Piece]:
@@ -78,12 +82,13 @@ class Stream:
 class _Running:
     """What a stream's generator works on."""
 
-    def __init__(self, engine: Engine, request: Request, prompt_tokens: list[int]) -> None:
+    def __init__(self, engine: Engine, request: Request, prompt_tokens: list[int], wrap: Wrap | None) -> None:
         self.cancelled = threading.Event()
         self.done = False
         self._engine = engine
         self._request = request
         self._prompt_tokens = prompt_tokens
+        self._wrap = wrap
         self._length_limit = self._check_length()
         self._tokens: list[Token] = []
         self._pending: list[Token] = []  # emitted, but their text is not sure yet
@@ -155,6 +160,8 @@ class _Running:
             margin=engine.margin,
         )
         proposer = engine.proposer(request, chooser)
+        if self._wrap is not None:
+            proposer = self._wrap(proposer)
         draft_length = MAX_DRAFT_LENGTH if options.draft_length is None else options.draft_length
         limits = Limits(self._length_limit, draft_length, frozenset(() if options.ignore_eos else eos))
         expected = min(self._length_limit, len(committed) + RESERVED_TOKENS)

@@ -49,14 +49,35 @@ class Planning(Proposer, Protocol):
 
 
 class TreePlanner:
-    """cost(width): seconds of a target run; fixed: always a chain of this K; side_value: see `tree_shape`."""
+    """cost(width): seconds of a target run; fixed: always a chain of this K; side_value: see `tree_shape`.
 
-    def __init__(self, cost: Callable[[int], float], *, fixed: int | None = None, side_value: float = 1.0) -> None:
-        self.costs = [cost(width) for width in range(1, MAX_NODES + 2)]
+    beyond(length): seconds that a text of this length adds to a run.
+    """
+
+    def __init__(
+        self,
+        cost: Callable[[int], float],
+        *,
+        beyond: Callable[[int], float] | None = None,
+        fixed: int | None = None,
+        side_value: float = 1.0,
+    ) -> None:
+        self._table = self.costs = [cost(width) for width in range(1, MAX_NODES + 2)]
+        self._beyond = beyond
         self.fixed = fixed
         self.side_value = side_value
-        slopes = [wide - narrow for narrow, wide in zip(self.costs, self.costs[1:], strict=False)]
-        self.least_reward = max(_LEAST_REWARD, min(slopes) / self.costs[0])
+        self._least_slope = min(wide - narrow for narrow, wide in zip(self.costs, self.costs[1:], strict=False))
+
+    def begin(self, length: int) -> None:
+        """The next plans are for rounds behind so many tokens."""
+        if self._beyond is not None:
+            more = self._beyond(length)
+            self.costs = [cost + more for cost in self._table]
+
+    @property
+    def least_reward(self) -> float:
+        """Of a node that is looked at."""
+        return max(_LEAST_REWARD, self._least_slope / self.costs[0])
 
     @property
     def plain_rate(self) -> float:

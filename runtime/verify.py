@@ -62,7 +62,7 @@ def verify(
     """
     report = progress or no_progress
     prompts = PROMPTS if prompts is None else prompts
-    methods = [canonical_method(method) for method in methods or engine.methods if method != "none"]
+    methods = [canonical_method(method) for method in methods or engine.methods if method not in ("none", "auto")]
     unknown = sorted(set(methods) - set(METHODS))
     if unknown:
         raise UsageError(f"Unknown method '{unknown[0]}': choose from {', '.join(METHODS)}.")

@@ -114,6 +114,7 @@ class DraftProposer:
     def _length(self, context: Sequence[int], limit: int) -> DraftPlan:
         """How many tokens to draft: not more than the draft's own context holds."""
         room = self._room(context, limit)
+        self._planner.begin(len(context))
         return self._planner.plan(map(self._estimate.best_child, range(room)), room)
 
     def _room(self, context: Sequence[int], limit: int) -> int:

@@ -95,6 +95,7 @@ class EagleProposer(HeadProposer):
 
     def plan(self, context: Sequence[int], limit: int, copied: Sequence[tuple[int, float]] = ()) -> Planned:
         """Write the new slots and draft."""
+        self._planner.begin(len(context))
         self._drafted.learn(self._estimate, context)
         slots = len(context) - 1
         limit = min(limit, self._room(slots))

@@ -59,6 +59,7 @@ class HeadProposer(ABC):
 
     def outlook(self, context: Sequence[int], limit: int) -> tuple[float, float]:
         """(tokens a second of late, spread)."""
+        self._planner.begin(len(context))
         return self._outlook.expect(self._best_shape(max(limit, 1)).rate)
 
     def _best_shape(self, limit: int) -> TreeShape:

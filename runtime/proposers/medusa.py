@@ -61,6 +61,7 @@ class MedusaProposer(HeadProposer):
 
     def plan(self, context: Sequence[int], limit: int, copied: Sequence[tuple[int, float]] = ()) -> Planned:
         """Run the heads and choose."""
+        self._planner.begin(len(context))
         self._drafted.learn(self._estimate, context)
         depth = min(limit, self._session.heads)
         if depth <= 0 or self._feature is None or self._position != len(context) - 2:

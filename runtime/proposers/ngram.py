@@ -60,6 +60,7 @@ class NgramProposer:
     def plan(self, context: Sequence[int], limit: int) -> Planned:
         """As `propose`, with what it is worth."""
         self._table.extend(context[len(self._table) :])
+        self._planner.begin(len(context))
         match = self._table.lookup(limit)
         self._cells = _cells(match) if match is not None else []
         self._tokens = match.tokens if match is not None else ()

@@ -237,6 +237,34 @@ def test_a_name_that_is_taken(table: Bundle) -> None:
     assert second.digest != first.digest
 
 
+def test_going_on_from_a_speculator(table: Bundle) -> None:
+    """The second training begins where the first one ended, with its vocabulary, and counts from there."""
+    first = train("eagle", "--passes", "4", "--keep-features", "--json")
+    assert first.exit_code == 0, first.stderr
+    before = json.loads(first.stdout)["report"]
+    (installed,) = table.speculators()
+    vocabulary = installed.vocabulary()
+    second = train("eagle", "--from", "eagle", "--passes", "1", "--force", "--json")
+    assert second.exit_code == 0, second.stderr
+    report = json.loads(second.stdout)["report"]
+    seen = before["tokens_seen"]
+    assert report["tokens_seen_before"] == seen < report["tokens_seen"]
+    assert report["curve"][: len(before["curve"])] == before["curve"]
+    assert all(tokens > seen for tokens, *_ in report["curve"][len(before["curve"]) :])
+    fresh = before["curve"][0][1]
+    assert report["curve"][len(before["curve"])][1] < (fresh + before["curve"][-1][1]) / 2  # the loss goes on low
+    (installed,) = table.speculators()
+    assert np.array_equal(installed.vocabulary(), vocabulary)
+    plain, _ = texts("none")
+    assert texts("eagle")[0] == plain
+
+
+def test_going_on_from_something_else(table: Bundle) -> None:
+    assert train("medusa", "--passes", "1", "--keep-features").exit_code == 0
+    assert "Speculator 'medusa' is not what `specrun train eagle` makes" in refused(2, "eagle", "--from", "medusa")
+    assert "no speculator" in refused(1, "medusa", "--from", "nope", "--force")
+
+
 def refused(code: int, *arguments: str) -> str:
     result = train(*arguments)
     assert result.exit_code == code, result.output

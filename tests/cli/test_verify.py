@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,35 +133,3 @@ def test_check_of_a_draft_with_another_tokenizer(tiny_source: Path, tmp_path: Pa
     assert "id 290" in result.stderr
     result = CliRunner().invoke(main, ["generate", "-m", "tiny", "--draft", "other", "x"])
     assert (result.exit_code, result.stdout) == (1, "")
-
-
-def test_bench(tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    arguments = ["bench", "--model", "tiny", "--max-tokens", "8", "--repeats", "1", "--output", str(path)]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.stderr
-    header, *rows = [line.split() for line in result.stdout.splitlines()]
-    assert header[:2] == ["category", "method"]
-    assert [row[1] for row in rows] == ["baseline", "none", "ngram"]
-    assert rows[1][-1] == rows[2][-1] == "yes"
-    kept = path.read_text()
-    value = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
-    assert path.read_text() == kept
-    assert [row["method"] for row in value["summary"]] == ["baseline", "none", "ngram"]
-    assert value["environment"]["model"] == "tiny"
-
-
-def test_bench_says_what_loses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specrun.runtime import bench
-
-    ratios = {"baseline": 1.0, "none": 0.9, "ngram": 1.2, "lookahead:2/3/2": 0.8}
-    summarise = bench.summarise
-
-    def scaled(runs: Iterable[bench.Run]) -> list[bench.Summary]:
-        return [replace(row, ratio=ratios[row.method]) for row in summarise(runs)]
-
-    monkeypatch.setattr(bench, "summarise", scaled)
-    arguments = ["bench", "--model", "tiny", "--max-tokens", "4", "--repeats", "1"]
-    result = CliRunner().invoke(main, [*arguments, "--methods", "none,ngram,lookahead:2/3/2"])
-    assert result.exit_code == 0, result.stderr
-    assert result.stderr.splitlines()[-1] == "Slower here than plain decoding: lookahead:2/3/2"

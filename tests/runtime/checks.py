@@ -8,6 +8,7 @@ import pytest
 
 from specrun.runtime import Engine, Piece, Result, Stream
 from specrun.runtime.calibration import Calibration
+from specrun.runtime.round_costs import RoundCosts
 
 
 def check_counters(result: Result) -> None:
@@ -70,6 +71,6 @@ def text_of(count: int) -> str:
 
 def make_speculation_pay(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs under which an adaptive K varies with the acceptance: tiny targets cost as much as their drafts."""
-    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 5: 1.2, 17: 2.0}))
+    monkeypatch.setattr(engine, "_costs", RoundCosts(Calibration(1, {1: 1.0, 5: 1.2, 17: 2.0}).cost))
     if engine.has_draft:
-        monkeypatch.setattr(engine, "_draft_calibration", Calibration(1, {1: 0.02}))
+        monkeypatch.setattr(engine.drafting, "_draft_calibration", Calibration(1, {1: 0.02}))

@@ -207,7 +207,7 @@ def test_limit_zero_runs_no_model(models: TinyModels, monkeypatch: pytest.Monkey
         raise AssertionError("the model ran")
 
     monkeypatch.setattr(engine.target, "run_batch", fail)
-    monkeypatch.setattr(engine._draft, "run_batch", fail)
+    monkeypatch.setattr(engine.drafting.draft, "run_batch", fail)
     for method in ("none", "ngram", "draft"):
         pieces, result = read(engine.stream(PROMPT, method=method, max_tokens=0))
         assert pieces == []

@@ -88,10 +88,11 @@ def test_a_period_gives_several_tokens_a_round(models: TinyModels, monkeypatch: 
 def test_speculation_stops_where_it_does_not_pay(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp#25908: nothing is accepted: an adaptive K goes plain, and says so in the counters."""
     from specrun.runtime.calibration import Calibration
+    from specrun.runtime.round_costs import RoundCosts
 
     engine = models.engine("tgt", "rnd")
-    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 9.0}))
-    monkeypatch.setattr(engine, "_draft_calibration", Calibration(1, {1: 0.2}))
+    monkeypatch.setattr(engine, "_costs", RoundCosts(Calibration(1, {1: 1.0, 17: 9.0}).cost))
+    monkeypatch.setattr(engine.drafting, "_draft_calibration", Calibration(1, {1: 0.2}))
     fixed = engine.generate(PROMPT, method="draft", draft_length=4, max_tokens=200, **RAW)
     adaptive = engine.generate(PROMPT, method="draft", max_tokens=200, **RAW)
     assert adaptive.token_ids == fixed.token_ids

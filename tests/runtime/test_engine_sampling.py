@@ -14,6 +14,7 @@ from scipy import stats
 from specrun.models_cache.errors import UsageError
 from specrun.runtime.calibration import Calibration
 from specrun.runtime.options import SamplingOptions
+from specrun.runtime.round_costs import RoundCosts
 from specrun.runtime.sampling import TokenCounts, distribution
 
 from .checks import check_counters, close_logprobs, make_speculation_pay, same_output
@@ -192,7 +193,7 @@ def test_joint_distribution_of_three_tokens(models: TinyModels, monkeypatch: pyt
     heads = options["method"].startswith(("medusa", "eagle"))
     engine = models.engine("toy-heads") if heads else models.engine("toy", "toy-draft")
     if options["draft_length"] is None:
-        monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 1.1}))
+        monkeypatch.setattr(engine, "_costs", RoundCosts(Calibration(1, {1: 1.0, 17: 1.1}).cost))
     texts, proposed, accepted = [], 0, 0
     for seed in range(RUNS):
         result = engine.generate("abcabca", raw=True, max_tokens=3, seed=seed, **options)

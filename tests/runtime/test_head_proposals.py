@@ -18,6 +18,7 @@ from specrun.runtime.position_noise import KEPT, PositionNoise
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.proposers.eagle import EagleProposer
 from specrun.runtime.proposers.medusa import MedusaProposer
+from specrun.runtime.round_costs import RoundCosts
 from specrun.runtime.sampling import Distribution, coupled_noise, coupled_token
 from specrun.runtime.speculator import Candidates, EagleSession, MedusaSession
 from specrun.runtime.tree_planner import Planned
@@ -102,7 +103,7 @@ def test_eagle_proposes_what_a_fresh_head_would(
     """After accepted, rejected and other proposers' rounds, side branches, and prompts that share a beginning."""
     fresh = Fresh(models, monkeypatch, name)
     engine = models.engine("heads40", name)
-    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 1.2}))
+    monkeypatch.setattr(engine, "_costs", RoundCosts(Calibration(1, {1: 1.0, 17: 1.2}).cost))
     monkeypatch.setattr("specrun.runtime.proposers.nodes.Outlook.waits", lambda self: False)
     text = engine.generate(PROMPT, method="none", max_tokens=30, **RAW)
     for prompt in (PROMPT, PROMPT[:20], PROMPT + "x", PROMPT + "ab" * 150, PROMPT + text.text[:9]):
@@ -216,7 +217,7 @@ def test_padding_ids_are_never_drawn(models: TinyModels) -> None:
 def test_a_tree_of_draws_carries_its_distributions(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Siblings share the q that they were drawn from; the shape does not depend on what was drawn."""
     engine = models.engine("toy-heads")
-    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 1.1}))
+    monkeypatch.setattr(engine, "_costs", RoundCosts(Calibration(1, {1: 1.0, 17: 1.1}).cost))
     for kind, method in ((MedusaProposer, "medusa"), (EagleProposer, "eagle")):
         proposals: list[Proposal] = []
         propose = kind.propose

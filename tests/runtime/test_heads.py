@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun.models_cache.errors import BackendError, IntegrityError, UsageError
+from specrun.models_cache.errors import BackendError, IntegrityError, ModelNotFoundError, UsageError
 from specrun.runtime import Engine
 from specrun.runtime.kv_cache import CAPACITY_STEP
 from specrun.runtime.proposal import Proposal
@@ -59,18 +59,18 @@ def test_a_speculator_by_its_name(models: TinyModels, draft: str) -> None:
     models.bundle("heads")
     method = draft.removesuffix("1")
     with Engine.load("heads", draft=draft, threads=1) as engine:
-        assert engine.default_method == method
+        assert engine.resolve_method("auto") == f"{method}+ngram"
         assert engine.memory().weights_bytes == engine.bundle.weights_bytes  # loaded by the first request
         plain = engine.generate(PROMPT, method="none", max_tokens=30, **RAW)
         result = engine.generate(PROMPT, draft_length=3, max_tokens=30, **RAW)
-        assert result.method == method
+        assert result.method == f"{method}+ngram"
         same_output(result, plain)
         memory = engine.memory()
         assert memory.weights_bytes > engine.bundle.weights_bytes
         assert (memory.kv_draft_bytes > 0) == (method == "eagle")
     path = models.bundle("heads").path / "speculators" / draft
     with Engine.load("heads", draft=path, threads=1) as engine:
-        assert engine.default_method == method
+        assert engine.resolve_method("auto") == f"{method}+ngram"
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "medusa+ngram", "eagle+ngram"])
@@ -121,9 +121,10 @@ def test_adaptive_proposals_are_trees_where_runs_cost_little(
 ) -> None:
     """And their side branches come true now and then."""
     from specrun.runtime.calibration import Calibration
+    from specrun.runtime.round_costs import RoundCosts
 
     engine = models.engine("toy-heads")
-    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 1.1}))
+    monkeypatch.setattr(engine, "_costs", RoundCosts(Calibration(1, {1: 1.0, 17: 1.1}).cost))
     proposals = watch(monkeypatch, kind)
     for seed in range(6):
         options = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "raw": True, "ignore_eos": True}
@@ -136,9 +137,10 @@ def test_adaptive_proposals_are_trees_where_runs_cost_little(
 
 def test_heads_that_are_never_right_are_given_up(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     from specrun.runtime.calibration import Calibration
+    from specrun.runtime.round_costs import RoundCosts
 
     engine = models.engine("heads")
-    monkeypatch.setattr(engine, "calibration", Calibration(1, {1: 1.0, 17: 9.0}))
+    monkeypatch.setattr(engine, "_costs", RoundCosts(Calibration(1, {1: 1.0, 17: 9.0}).cost))
     for method in ("medusa", "eagle"):
         engine.reset()
         fixed = engine.generate(PROMPT, method=method, draft_length=3, max_tokens=200, **RAW)
@@ -152,8 +154,10 @@ def test_heads_that_are_never_right_are_given_up(models: TinyModels, monkeypatch
 def test_methods_of_an_engine(models: TinyModels) -> None:
     assert models.engine("tgt").methods == ("none", "ngram", "lookahead")
     assert models.engine("tgt", "mix").methods == ("none", "draft", "ngram", "lookahead", "draft+ngram")
-    assert models.engine("heads").methods == METHODS_OF_ALL
-    assert models.engine("heads").default_method == "ngram"
+    assert models.engine("heads").methods == METHODS_OF_ALL[1:]  # all but "auto"
+    automatic = {"tgt": "ngram", "heads": "eagle+ngram"}
+    assert {name: models.engine(name).resolve_method("auto") for name in automatic} == automatic
+    assert models.engine("tgt", "mix").resolve_method("auto") == "draft+ngram"
     swapped = models.engine("heads").generate("a", method="ngram+eagle", max_tokens=2, **RAW)
     assert swapped.method == "eagle+ngram"
 
@@ -184,7 +188,7 @@ def test_verify_covers_heads(models: TinyModels) -> None:
     found = list(verify(models.engine("heads-int8"), PROMPTS[:2], draft_lengths=(3,), max_tokens=16))
     assert all(case.equal for case in found)
     assert {(case.method, case.draft_length) for case in found} == {
-        (method, draft_length) for method in METHODS_OF_ALL[1:] for draft_length in (3, None)
+        (method, draft_length) for method in METHODS_OF_ALL[2:] for draft_length in (3, None)
     }
 
 
@@ -221,7 +225,7 @@ def test_streams_that_end_early(models: TinyModels, monkeypatch: pytest.MonkeyPa
         same_output(engine.generate(PROMPT, method=method, **options), plain)
     if method.startswith("draft"):
         return
-    session = engine._heads._head(method.partition("+")[0]).session
+    session = engine.drafting.heads._head(method.partition("+")[0]).session
     run, calls = session._run, iter(range(1000))
 
     def failing(frame: Any, choice: Any) -> Any:
@@ -277,10 +281,10 @@ def test_a_tree_that_outgrows_the_buffers_keeps_its_nodes(models: TinyModels) ->
     found = []
     for room in (0, 2 * CAPACITY_STEP):
         with Engine.load("heads", threads=1) as fresh:
-            session = fresh._heads._head("eagle").session
+            session = fresh.drafting.heads._head("eagle").session
             assert isinstance(session, EagleSession)
             session.reserve(room)
-            session.append(features[:, fresh._heads._head("eagle").columns], tokens)
+            session.append(features[:, fresh.drafting.heads._head("eagle").columns], tokens)
             first, places = session.grow([7, 8], [-1, -1], 1)
             second, _ = session.grow([9, 10], places, 2)
             found.append((first.log_probs, second.tokens, second.log_probs))
@@ -288,3 +292,9 @@ def test_a_tree_that_outgrows_the_buffers_keeps_its_nodes(models: TinyModels) ->
     np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
     assert found[0][1] == found[1][1]
     np.testing.assert_allclose(found[0][2], found[1][2], atol=1e-5)
+
+
+def test_an_unknown_draft_is_told_with_what_there_is(models: TinyModels) -> None:
+    models.bundle("heads")
+    with pytest.raises(ModelNotFoundError, match=r"heads has no speculator 'nope' \(it has: .*eagle.*\), and there is"):
+        Engine.load("heads", draft="nope", threads=1)

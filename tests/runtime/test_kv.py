@@ -159,7 +159,7 @@ def test_full_acceptance_over_a_long_text(models: TinyModels) -> None:
     engine = models.engine("tgt", "self")
     stream = engine.stream(PROMPT, method="draft", draft_length=4, max_tokens=200, raw=True, ignore_eos=True)
     prompt = len(stream.prompt_tokens)
-    draft = engine._draft
+    draft = engine.drafting.draft
     assert draft is not None
     seen = 0
     for _ in stream:

@@ -70,7 +70,7 @@ def test_rough_side_branches(
     engine.reset()
     records: list[Record] = []
     for _ in range(2):  # the second time with a full pool
-        proposer = LookaheadProposer(engine._table, LookaheadShape(4, 4, 4), tokens=270)
+        proposer = LookaheadProposer(engine.drafting.table, LookaheadShape(4, 4, 4), tokens=270)
         with proposing(monkeypatch, proposer, margin, noise) as record:
             same_output(engine.generate(PROMPT, **LOOKAHEAD, **options), plain)
         records.append(record)
@@ -142,8 +142,8 @@ def test_eos_wherever_it_stands(models: TinyModels) -> None:
             _, result = read(engine.stream(prompt, lookahead=shape, raw=True, **LOOKAHEAD))
             assert result.token_ids == expected
             assert result.finish_reason == "stop"
-    assert len(engine._table.pool) > 20
-    assert not any({0, TURN_END_ID} & {*gram} for gram in engine._table.pool)
+    assert len(engine.drafting.table.pool) > 20
+    assert not any({0, TURN_END_ID} & {*gram} for gram in engine.drafting.table.pool)
 
 
 def test_stop_strings(models: TinyModels) -> None:
@@ -236,14 +236,14 @@ def test_the_pool_is_kept_with_the_texts(models: TinyModels, tmp_path: Path) -> 
     """Saved, loaded, and of use: what the pool holds is guessed in the first round."""
     engine = models.engine("table")
     cold = engine.generate("a", max_tokens=20, **LOOKAHEAD, **RAW)
-    pool = list(engine._table.pool)
+    pool = list(engine.drafting.table.pool)
     assert len(pool) > 20
     path = tmp_path / "texts.npz"
     engine.save_ngrams(path)
     engine.reset()
-    assert len(engine._table.pool) == 0
+    assert len(engine.drafting.table.pool) == 0
     engine.load_ngrams(path)
-    assert list(engine._table.pool) == pool
+    assert list(engine.drafting.table.pool) == pool
     warm = engine.generate("a", max_tokens=20, **LOOKAHEAD, **RAW)
     assert warm.speculation.rounds < cold.speculation.rounds
     assert warm.token_ids == cold.token_ids
@@ -261,7 +261,7 @@ def test_the_joint_of_three_tokens_under_the_rejection_rule(
     """Real graphs, rough side branches: guesses and window of all requests before, 2,000 seeds."""
     engine = models.engine("toy")
     options: dict[str, Any] = {"temperature": 0.7, "sampling": "rejection"}
-    proposer = LookaheadProposer(engine._table, LookaheadShape(3, 3, 3), tokens=276)
+    proposer = LookaheadProposer(engine.drafting.table, LookaheadShape(3, 3, 3), tokens=276)
     seen = []
     with proposing(monkeypatch, proposer, noise=0.5) as record:
         for seed in range(2000):
@@ -299,7 +299,7 @@ def test_verify_finds_a_window_that_changes_the_text(models: TinyModels, monkeyp
 def test_bench_takes_shapes(models: TinyModels) -> None:
     engine = models.engine("tgt")
     methods = ["none", "lookahead", "lookahead:5/4/5", "lookahead:2"]
-    runs = run_bench(engine, [BenchPrompt("1", "qa", PROMPT)], methods=methods, max_tokens=30, repeats=1)
+    runs = run_bench(engine, [BenchPrompt("1", "qa", PROMPT)], methods=methods, max_tokens=30, repeats=1).runs
     assert [run.method for run in runs] == ["baseline", *methods]
     assert len({run.ids_digest for run in runs}) == 1
     assert len({run.rounds for run in runs}) > 1

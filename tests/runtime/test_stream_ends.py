@@ -186,7 +186,7 @@ def test_an_interrupt_between_verify_and_rewind(
 ) -> None:
     """Where rejected draft tokens still stand in the caches, nothing of them is taken for text later."""
     engine, fresh, fresh_draft = models.engine("tgt", "rnd"), models.engine("tgt"), models.engine("rnd").target
-    draft = engine._draft
+    draft = engine.drafting.draft
     assert draft is not None
     prompt = text_of(30)
     tokens = engine.encode(prompt, raw=True)
@@ -206,7 +206,7 @@ def test_an_interrupt_between_verify_and_rewind(
             patch.setattr(Chooser, place, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(prompt, method="draft", draft_length=4, max_tokens=30, **RAW)
-        known = engine._draft_tokens[: draft.length]
+        known = engine.drafting.draft_tokens[: draft.length]
         assert len(known) >= len(tokens)
         draft.rewind_to(len(known))
         fresh_draft.rewind_to(0)

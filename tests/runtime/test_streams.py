@@ -260,7 +260,7 @@ def resident():
 
 engine = Engine.load(sys.argv[1], draft=sys.argv[2], threads=1)
 # The table of earlier texts is bounded; a small bound is reached within the warm-up.
-engine._table = NgramTable(eos_ids=(0, 2), earlier_tokens=400)
+engine.drafting.table = NgramTable(eos_ids=(0, 2), earlier_tokens=400)
 before = objects = 0
 for index in range(360):
     if index == 60:
@@ -289,7 +289,7 @@ def test_close_frees_everything(models: TinyModels) -> None:
         models.bundle(name)
     engine = Engine.load("tgt", draft="mix", threads=1)
     engine.generate(PROMPT, max_tokens=5, raw=True)
-    sessions = [weakref.ref(part._onnx_session) for part in (engine.target, engine._draft) if part is not None]
+    sessions = [weakref.ref(part._onnx_session) for part in (engine.target, engine.drafting.draft) if part is not None]
     buffers = [weakref.ref(array) for array in engine.target.cache._arrays]
     engine.close()
     engine.close()

@@ -136,7 +136,7 @@ def test_ngrams_beside_a_side_branch(models: TinyModels, monkeypatch: pytest.Mon
                 nonlocal proposals
                 table = inner._table
                 assert len(table) == len(context)
-                other = engine._new_table()
+                other = engine.drafting.new_table()
                 other.extend(context)
                 if chain.tokens:
                     proposals += 1

@@ -76,10 +76,10 @@ def test_padded_widths_are_exact(models: TinyModels, multiple: int) -> None:
     """A rule of 2 or 4 pads positions and rows; text and logits stay, and the padding is no draft token."""
     engine = models.engine("tgt", "mix")
     plain = engine.generate(PROMPT, method="none", max_tokens=60, raw=True, ignore_eos=True)
-    calibration, rules = engine.calibration, (engine.target.width_rule, engine._draft.width_rule)
+    calibration, rules = engine.calibration, (engine.target.width_rule, engine.drafting.draft.width_rule)
     try:
         engine.calibration = Calibration(multiple, calibration.costs)
-        engine.target.width_rule = engine._draft.width_rule = engine.calibration.rule
+        engine.target.width_rule = engine.drafting.draft.width_rule = engine.calibration.rule
         for method, draft_length in (("none", None), ("draft", 1), ("draft", 2), ("draft", 5), ("ngram", 3)):
             engine.reset()
             result = engine.generate(
@@ -97,7 +97,7 @@ def test_padded_widths_are_exact(models: TinyModels, multiple: int) -> None:
             assert pad == (positions == 1)  # the attention never sees a lone row
     finally:
         engine.calibration = calibration
-        engine.target.width_rule, engine._draft.width_rule = rules
+        engine.target.width_rule, engine.drafting.draft.width_rule = rules
 
 
 def test_the_variant_for_older_runtimes(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:

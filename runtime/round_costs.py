@@ -1,0 +1,45 @@
+"""What a run of the target costs: the measured table of widths, and what the length of the text before it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+_MEMORY: Final = 0.99  # weight of a run against the one after it
+_CAUTION: Final = 8 * 256.0**2  # the first runs count for little: their weight is this much without a residual
+_MOST: Final = 4.0  # a run that took so many times what the table says was disturbed: it counts as that many
+_WIDEST: Final = 17
+
+
+class RoundCosts:
+    """Costs in seconds that follow what is seen. table(width): of a run behind a short text, as calibrated.
+
+    Attention makes a run dearer in proportion to the text before it, and by how much depends on the model and the
+    machine: the slope is the least-squares one over the runs so far, the latest counting most. slope: where it begins.
+    """
+
+    def __init__(self, table: Callable[[int], float], slope: float = 0.0) -> None:
+        self._table = table
+        self._products, self._squares = slope * _CAUTION, _CAUTION
+
+    @property
+    def slope(self) -> float:
+        """Seconds that a token of text adds to each run behind it."""
+        return max(0.0, self._products / self._squares)
+
+    def width(self, width: int) -> float:
+        """Of a run of `width` positions behind a short text."""
+        return self._table(width)
+
+    def beyond(self, length: int) -> float:
+        """What a text of `length` tokens adds to a run behind it."""
+        return self.slope * length
+
+    def note(self, width: int, length: int, seconds: float) -> None:
+        """A run of `width` positions behind `length` took so long."""
+        if width > _WIDEST:
+            return
+        expected = self._table(width)
+        more = min(seconds, _MOST * expected) - expected
+        self._products = _MEMORY * self._products + more * length
+        self._squares = _MEMORY * self._squares + float(length) ** 2

@@ -1,0 +1,105 @@
+"""What `specrun tune` measured of a bundle on this machine, kept beside its calibration, and where requests begin."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from specrun.models_cache.layout import Bundle
+from specrun.runtime.calibration import kept_path, write_kept
+from specrun.runtime.head_estimate import Learnt
+from specrun.runtime.proposers.ngram import PRIORS, Cell
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MethodFigures:
+    """A method over the prompts: tokens and seconds of decoding a token, and what its rounds were like.
+
+    ratio: exact plain decoding's time a token / the method's. draft_ms and verify_ms: of a round. acceptance: by
+    depth, the chance that the head's best candidate stands if those before it do; empty for other methods.
+    """
+
+    tokens: int
+    seconds_per_token: float
+    ratio: float
+    mean_accepted_tokens: float
+    acceptance_rate: float
+    draft_ms: float
+    verify_ms: float
+    acceptance: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Figures of each method, and the estimates that their requests ended with.
+
+    beyond: seconds that a token of text adds to each run behind it. ngram: chances of copied tokens, as
+    `AcceptanceEstimate` takes them. heads: what was learnt of each head, by the digest of its speculator.
+    """
+
+    methods: dict[str, MethodFigures]
+    beyond: float = 0.0
+    ngram: dict[Cell, float] = field(default_factory=dict)
+    heads: dict[str, Learnt] = field(default_factory=dict)
+    prompts: int = 0
+
+    @property
+    def best(self) -> str:
+        """The fastest method."""
+        return min(self.methods, key=lambda method: self.methods[method].seconds_per_token)
+
+    def fastest_of(self, methods: Sequence[str]) -> str | None:
+        """The fastest one of these, None if none of them was measured."""
+        known = [method for method in methods if method in self.methods]
+        return min(known, key=lambda method: self.methods[method].seconds_per_token) if known else None
+
+
+UNTUNED: Final = Tuning({})
+
+
+def tuning_path(bundle: Bundle, threads: int) -> Path:
+    """Where the tuning of a bundle on this machine is kept."""
+    return kept_path("tuning", VERSION, bundle, threads)
+
+
+def load_tuning(bundle: Bundle, threads: int) -> Tuning:
+    """The kept tuning; `UNTUNED` where there is none, or one that cannot be read."""
+    try:
+        return _read(json.loads(tuning_path(bundle, threads).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return UNTUNED
+
+
+def save_tuning(bundle: Bundle, threads: int, tuning: Tuning) -> Path:
+    """Keep a tuning; returns where. Raises CacheError if the cache cannot be written."""
+    raw = asdict(tuning)
+    raw["ngram"] = [[length, agreement, chance] for (length, agreement), chance in tuning.ngram.items()]
+    path = tuning_path(bundle, threads)
+    write_kept(path, raw)
+    return path
+
+
+def _read(raw: Mapping[str, Any]) -> Tuning:
+    """Raises ValueError, KeyError or TypeError for anything that `save_tuning` does not write."""
+    methods = {}
+    for name, figures in raw["methods"].items():
+        acceptance = tuple(_number(chance, 1.0) for chance in figures.pop("acceptance"))
+        methods[str(name)] = MethodFigures(
+            int(figures.pop("tokens")), **{key: _number(value) for key, value in figures.items()}, acceptance=acceptance
+        )
+    chances = {(length, agreement): _number(chance, 1.0) for length, agreement, chance in raw["ngram"]}
+    ngram = {cell: chances[cell] for cell in PRIORS} if chances else {}
+    heads = {str(digest): Learnt.read(learnt) for digest, learnt in raw["heads"].items()}
+    return Tuning(methods, _number(raw["beyond"]), ngram, heads, int(raw["prompts"]))
+
+
+def _number(value: Any, most: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= most or value == math.inf:
+        raise ValueError(f"{value!r} is no such number")
+    return float(value)

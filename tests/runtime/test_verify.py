@@ -1,0 +1,132 @@
+"""`verify` proves sound engines and finds planted faults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specrun.models_cache.errors import UsageError
+from specrun.runtime import Engine
+from specrun.runtime.kv_cache import KVCache
+from specrun.runtime.loop import speculate
+from specrun.runtime.session import ModelSession
+from specrun.runtime.verify import DRAFT_LENGTHS, VerifyCase, describe_difference, verify
+
+from .conftest import TinyModels
+from .tiny_bundles import PROMPT
+
+PROMPTS = (PROMPT, "red blue red blue red blue", "a")
+
+
+@pytest.fixture
+def engine(models: TinyModels) -> Engine:
+    return models.engine("tgt", "mix")
+
+
+def cases(engine: Engine, **options: Any) -> list[VerifyCase]:
+    return list(verify(engine, PROMPTS, max_tokens=24, **options))
+
+
+def test_verify_proves_a_sound_engine(engine: Engine) -> None:
+    found = cases(engine)
+    assert all(case.equal and case.difference is None for case in found)
+    assert {(case.method, case.draft_length, case.sampling) for case in found} == {
+        (method, draft_length, sampling)
+        for method in ("draft", "ngram", "lookahead", "draft+ngram")
+        for draft_length in (*DRAFT_LENGTHS, None)
+        for sampling in ("greedy", "coupled")
+    }
+    assert all(case.prompts == 3 and case.tokens > 24 for case in found)
+
+
+def test_verify_without_a_draft(models: TinyModels) -> None:
+    assert {case.method for case in cases(models.engine("tgt"), draft_lengths=(3,))} == {"ngram", "lookahead"}
+
+
+FAULT = re.compile(
+    r"prompt \d: token (\d+) is .* in plain decoding and .* here \(their logits differ by ([0-9.e+-]+)\)"
+)
+
+
+def test_verify_finds_a_cache_that_does_not_rewind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback that leaves rejected draft tokens standing: found, with position and gap."""
+    keep = KVCache.keep_path
+
+    def lazy(self: KVCache, row: int, start: int, nodes: Sequence[int]) -> None:
+        before = self.lengths[row]
+        keep(self, row, start, nodes)
+        length = self.lengths[row]
+        if 60 < length < before:  # the rejected token's entry stays in place of the right one
+            for value in self.values:
+                value.numpy()[row, :, length - 1] = value.numpy()[row, :, length]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "keep_path", lazy)
+        found = [case for case in cases(engine, draft_lengths=(4,)) if not case.equal]
+    assert found
+    for case in found:
+        assert case.difference is not None
+    matched = [FAULT.match(str(case.difference)) for case in found]
+    assert any(match and 1 <= int(match[1]) <= 24 for match in matched)
+    assert all(case.equal for case in cases(engine, draft_lengths=(4,)))
+
+
+def test_verify_finds_logits_that_depend_on_the_width(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ModelSession.run_batch
+    target = engine.target
+    bias = np.random.default_rng(1).standard_normal(288).astype(np.float32)
+
+    def faulty(self: ModelSession, tokens: Sequence[Sequence[int]], *, rows: int, parents: Any = None) -> np.ndarray:
+        logits = run(self, tokens, rows=rows, parents=parents)
+        if self is target and rows > 1:
+            logits[..., :] += bias
+        return logits
+
+    monkeypatch.setattr(ModelSession, "run_batch", faulty)
+    found = cases(engine, methods=["draft"], draft_lengths=(2,))
+    assert not any(case.equal for case in found if case.draft_length == 2)
+    assert all(FAULT.match(str(case.difference)) for case in found if case.draft_length == 2)
+
+
+def test_verify_finds_a_loop_that_accepts_everything(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrun.runtime import chooser
+    from specrun.runtime.acceptance import Outcome
+    from specrun.runtime.proposal import Proposal
+
+    def gullible(proposal: Proposal, step: Any, ends: Any) -> Outcome:
+        return Outcome(tuple(range(len(proposal))), step(len(proposal) - 1, ()).token, "bonus")
+
+    monkeypatch.setattr(chooser, "accept_tree", gullible)
+    found = [case for case in cases(engine, draft_lengths=(4,)) if case.sampling == "greedy" and case.draft_length]
+    assert not any(case.equal for case in found if case.method == "draft")
+
+
+def test_the_end_of_a_text_is_a_difference(engine: Engine) -> None:
+    ids = engine.generate(PROMPT, method="none", max_tokens=5).token_ids
+    assert "the end" in describe_difference(engine, PROMPT, ids, ids[:3])
+    assert describe_difference(engine, PROMPT, ids, ids[:3]).startswith("token 4 ")
+    changed = (*ids[:2], 77, *ids[3:])
+    text = describe_difference(engine, PROMPT, ids, changed)
+    assert text.startswith("token 3 is ")
+    gap = float(text.rsplit(" ", 1)[1].rstrip(")"))
+    logits = engine.logits([*engine.encode(PROMPT), *ids[:2]])
+    assert gap == pytest.approx(float(logits[ids[2]] - logits[77]), rel=1e-2)
+    assert gap > 0
+
+
+def test_verify_refuses_what_it_cannot_do(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="medusa"):
+        cases(engine, methods=["medusa"])
+    with pytest.raises(UsageError, match="no prompt"):
+        list(verify(engine, []))
+
+
+def test_verify_runs_the_real_loop() -> None:
+    """What `verify` checks is what requests run."""
+    from specrun.runtime import stream
+
+    assert stream.speculate is speculate
