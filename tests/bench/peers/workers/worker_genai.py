@@ -1,4 +1,4 @@
-"""The onnxruntime-genai side: greedy runs of one model folder. Runs in the environment that `genai_model` makes."""
+"""onnxruntime-genai: greedy runs of one of its model folders, plain or with its n-gram speculation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.metadata import version
 
 import numpy as np
 import onnxruntime_genai as og
-from worker import Answer, serve
+from protocol import Answer, generation, serve_peer
 
 NGRAM_SIZE = 3
 
 
-def main(folder: str, threads: str) -> None:
+def main(folder: str, threads: str, context: str) -> None:
     with open(f"{folder}/genai_config.json", encoding="utf-8") as file:
         vocabulary = int(json.load(file)["model"]["vocab_size"])
     config = og.Config(folder)
@@ -29,9 +29,9 @@ def main(folder: str, threads: str) -> None:
     model = og.Model(config)
 
     def about() -> Answer:
-        return {"onnxruntime-genai": version("onnxruntime-genai"), "onnxruntime": version("onnxruntime")}
+        return {"version": f"onnxruntime-genai {version('onnxruntime-genai')}, onnxruntime {version('onnxruntime')}"}
 
-    def run(method: str, prompt_ids: list[int], max_tokens: int, draft_length: int = 0) -> Answer:
+    def run(method: str, prompt_ids: list[int], max_tokens: int, draft_length: int) -> Answer:
         params = og.GeneratorParams(model)
         params.set_search_options(do_sample=False, batch_size=1, max_length=len(prompt_ids) + max_tokens)
         if method == "ngram":
@@ -43,10 +43,9 @@ def main(folder: str, threads: str) -> None:
         while not generator.is_done():
             generator.generate_next_token()
         decode_s = time.perf_counter() - start
-        token_ids = [int(token) for token in generator.get_sequence(0)][len(prompt_ids) :]
-        return {"token_ids": token_ids, "decode_s": decode_s}
+        return generation([int(token) for token in generator.get_sequence(0)][len(prompt_ids) :], decode_s)
 
-    serve({"about": about, "run": run})
+    serve_peer(about, run)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The specrun side: greedy runs of one bundle, exact ("none", "ngram") or as the inexact, unpadded "baseline"."""
+"""The specrun side: greedy runs of one bundle, by any of its methods or as the inexact, unpadded "baseline"."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from worker import Answer, serve
+import numpy as np
+from protocol import Answer, generation, serve
 
 from specrun.models_cache import load_bundle
 from specrun.runtime import Engine
@@ -18,23 +19,20 @@ def main(folder: str, threads: str) -> None:
     engine = Engine(load_bundle(Path(folder)), threads=int(threads))
 
     def about() -> Answer:
-        return {"onnxruntime": onnxruntime().__version__, "exactness": engine.calibration.exactness}
+        return {"version": f"onnxruntime {onnxruntime().__version__}, exactness {engine.calibration.exactness}"}
 
     def encode(prompt: Prompt) -> Answer:
         return {"prompt_ids": engine.encode(prompt), "context": engine.context}
 
-    def run(
-        method: str, prompt: Prompt, prompt_ids: list[int], max_tokens: int, draft_length: int | None = None
-    ) -> Answer:
+    def run(method: str, prompt: Prompt, prompt_ids: list[int], max_tokens: int, draft_length: int) -> Answer:
         engine.reset()
         rule = engine.target.width_rule
-        chosen = method
         if method == "baseline":
-            chosen = "none"
+            method = "none"
             engine.target.width_rule = WidthRule(padded=False, exact=False)
         try:
             stream = engine.stream(
-                prompt, method=chosen, draft_length=draft_length, max_tokens=max_tokens, ignore_eos=True
+                prompt, method=method, draft_length=draft_length or None, max_tokens=max_tokens, ignore_eos=True
             )
             if stream.prompt_tokens != prompt_ids:
                 raise ValueError("the prompt has other token ids than before")
@@ -43,9 +41,12 @@ def main(folder: str, threads: str) -> None:
         finally:
             engine.target.width_rule = rule
         result = stream.result
-        return {"token_ids": result.token_ids, "decode_s": result.timings.decode_s}
+        return generation(list(result.token_ids), result.timings.decode_s)
 
-    serve({"about": about, "encode": encode, "run": run})
+    def next_token(prompt_ids: list[int]) -> Answer:
+        return {"token_id": int(np.argmax(engine.logits(prompt_ids)))}
+
+    serve({"about": about, "encode": encode, "run": run, "next": next_token})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""A process that answers requests, one JSON object a line: the caller's side and the loop of the process itself.
-
-Only the standard library is used, since both ends may run in different environments. Between requests a process sleeps
-in a read; how much processor time it used there all the same is counted, so that a spinning one shows.
-"""
+"""Processes that the driver starts: workers that answer requests, and programs that are run to their end."""
 
 from __future__ import annotations
 
@@ -10,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 Answer = dict[str, Any]
+
+# What would leak into another Python, or change how many threads a runtime takes.
+_NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 
 
 class BenchError(Exception):
@@ -23,10 +21,14 @@ class BenchError(Exception):
 
 
 class Worker:
-    """A running `worker_*.py`. Raises BenchError when it fails, with the last line of what it wrote to its log."""
+    """A running `workers/worker_*.py`. Raises BenchError when it fails, with the last line of what it wrote to its log.
 
-    def __init__(self, python: Path, script: Path, arguments: list[str], log: Path) -> None:
-        self.name = script.stem
+    name: what messages call it. `alive`: whether it can still be asked.
+    """
+
+    def __init__(self, name: str, python: Path, script: Path, arguments: list[str], log: Path) -> None:
+        self.name = name
+        self.alive = True
         self._log = log
         with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
@@ -35,7 +37,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 encoding="utf-8",
-                env=child_environment(),
+                env=None if python == Path(sys.executable) else child_environment(),
             )
 
     def ask(self, command: str, **values: Any) -> Answer:
@@ -50,6 +52,7 @@ class Worker:
         except OSError:
             line = ""
         if not line:
+            self.alive = False
             raise BenchError(f"{self.name} ended early: {last_line(self._log)} (all of it is in {self._log})")
         answer: Answer = json.loads(line)
         if "error" in answer:
@@ -58,43 +61,36 @@ class Worker:
 
     def close(self) -> None:
         """End the process; it leaves when its input ends."""
-        assert self._process.stdin is not None
+        self.alive = False
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
         try:
-            self._process.stdin.close()
+            stdin.close()
             self._process.wait(timeout=20)
         except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
+        finally:
+            stdout.close()
 
 
 def child_environment() -> dict[str, str]:
     """This environment without what would leak into another Python, and without a network for the hub."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    kept = {key: value for key, value in os.environ.items() if key not in _NOT_PASSED_ON}
     return kept | {"PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def call(command: list[str], log: Path, failure: str, variables: Mapping[str, str] | None = None) -> None:
+    """Run a program to its end. Raises BenchError(failure) with the last line of its log where it fails."""
+    environment = child_environment() | dict(variables or {})
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(command, stdout=output, stderr=output, env=environment)
+    if done.returncode:
+        raise BenchError(f"{failure}: {last_line(log)} (all of it is in {log})")
 
 
 def last_line(path: Path) -> str:
     """The last line of a log that is not empty."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
-
-
-def serve(commands: dict[str, Callable[..., Answer]]) -> None:
-    """Answer requests from stdin until it ends. What libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    idle_s = idle_cpu_s = 0.0
-    wall, cpu = time.perf_counter(), time.process_time()
-    for line in sys.stdin:
-        idle_s += time.perf_counter() - wall
-        idle_cpu_s += time.process_time() - cpu
-        request = json.loads(line)
-        command = request.pop("command")
-        try:
-            answer = commands[command](**request)
-        except Exception as error:
-            answer = {"error": str(error) or type(error).__name__}
-        answer |= {"idle_s": idle_s, "idle_cpu_s": idle_cpu_s}
-        wall, cpu = time.perf_counter(), time.process_time()
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
