@@ -59,7 +59,7 @@ class Drafting:
         self._draft_acceptance = draft_method.ACCEPTANCE
         self._draft_estimates = estimates(self._draft_acceptance)
         chosen = draft if isinstance(draft, InstalledSpeculator) else None
-        # The method of what was named, which "auto" then takes.
+        # The method of what was named: the default then, and what "auto" pairs with n-grams.
         self.given = None if draft is None else "draft" if chosen is None else chosen.manifest.method
         if isinstance(draft, Bundle):
             self._load_draft(draft, threads)

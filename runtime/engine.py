@@ -139,6 +139,11 @@ class Engine:
             messages.insert(0, {"role": "system", "content": system})
         return encode_chat(self.tokenizer, messages)
 
+    @property
+    def default_method(self) -> str:
+        """The method of requests that name none: that of the draft that was named, else "auto"."""
+        return self.drafting.given or "auto"
+
     def resolve_method(self, method: str) -> str:
         """The method itself, or the one that "auto" stands for here; round by round it still drafts only what pays."""
         return self.drafting.automatic() if method == "auto" else method

@@ -29,7 +29,8 @@ METHODS: Final = (
 class RequestOptions(TypedDict, total=False):
     """What a request may ask for; everything has a default.
 
-    method               one of `METHODS`; by default "auto": what is fastest here, by `specrun tune` where it ran
+    method               one of `METHODS`; by default that of the draft model or speculator given, else "auto": what is
+                         fastest here, by `specrun tune` where it ran
     draft_length         draft tokens a round (K); by default as many as pay, by the acceptance seen
     lookahead            (W, N, G) of method "lookahead": columns of its window, length of its n-grams, guesses a token;
                          (3, 3, 3) by default
