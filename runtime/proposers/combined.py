@@ -16,31 +16,15 @@ from specrun.runtime.tree_planner import Planned, Planning
 
 _SURE: Final = (0.3, 0.5, 0.7, 0.85, 0.93)  # bounds of the chance of the first copied token
 _FIRST_LIFTS: Final = (1.1, 1.1, 1.08, 1.05, 1.01, 0.99)
-_TIME_MEMORY: Final = 0.95  # of how much longer rounds took than planned
 _MEMORY: Final = 0.85  # weight of what was seen of a lift, at each round
 _DOUBT: Final = 0.002  # by which a lift is thought higher with each round that passes without a look
 
 
 class Lift:
-    """By how much asking a head raises the expected tokens a second, by how sure n-grams are of their next token.
-
-    Asking costs more than the head's own runs: the target's next run finds less of its memory in the caches, and there
-    is more to choose and to hand over. So it is compared how much longer than planned rounds with and without it took.
-    """
+    """By how much asking a head raises the expected tokens a second, by how sure n-grams are of their next token."""
 
     def __init__(self) -> None:
         self._lifts = list(_FIRST_LIFTS)
-        self._late: dict[bool, float] = {}  # seconds over the plan, of rounds that asked and of those that did not
-
-    @property
-    def unplanned(self) -> float:
-        """Seconds that asking costs beyond its plan, as far as that is known."""
-        return max(0.0, self._late[True] - self._late[False]) if len(self._late) == 2 else 0.0
-
-    def note_time(self, asked: bool, late: float) -> None:
-        """A round took so many seconds more than planned."""
-        known = self._late.get(asked, late)
-        self._late[asked] = _TIME_MEMORY * known + (1.0 - _TIME_MEMORY) * late
 
     def worth_asking(self, chance: float) -> bool:
         """Whether the head's opinion is worth its time; what is not asked for long is asked again."""
@@ -73,14 +57,12 @@ class CombinedProposer:
         self._other = other
         self._lift = lift
         self._apart = fixed or other.chosen_blindly
-        self._began: float | None = None  # when the last round did
-        self._planned = 0.0  # seconds of the last round
         self._length: int | None = None  # of the context of the last round, if it turned out to be true
         self._used: NgramProposer | Planning | None = None
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Begin a request with both."""
-        self._length, self._used, self._began = None, None, None
+        self._length, self._used = None, None
         self._ngram.start(prompt_tokens)
         self._other.start(prompt_tokens)
 
@@ -90,16 +72,12 @@ class CombinedProposer:
 
     def propose(self, context: Sequence[int], limit: int) -> Proposal:
         """The better of the two proposals, or one of both."""
-        now = time.perf_counter()
         if self._length is not None:
             self._ngram.learn_from(context[self._length :])
-            if self._began is not None:
-                self._lift.note_time(self._used is self._other, now - self._began - self._planned)
-        self._length, self._began = len(context), now
+        self._length = len(context)
         copied = self._ngram.plan(context, limit)
         planned = self._choose(context, limit, copied) if self._apart else self._ask(context, limit, copied)
         self._used = self._ngram if planned is copied else self._other
-        self._planned = planned.seconds
         return planned.proposal if len(planned.proposal) else EMPTY
 
     def _ask(self, context: Sequence[int], limit: int, copied: Planned) -> Planned:
@@ -108,8 +86,10 @@ class CombinedProposer:
         chance = match[0][1] if match else 0.0
         if not self._lift.worth_asking(chance) or (not match and self._other.waits()):
             return copied
+        start = time.perf_counter()
         planned = self._other.plan(context, limit, match)
-        seconds = planned.seconds + self._lift.unplanned
+        # By what it took indeed: beside the head's runs that is choosing, and memory that the head had to fetch.
+        seconds = planned.seconds - planned.spent + time.perf_counter() - start
         self._lift.note(chance, planned.expected / seconds / copied.rate)
         return planned
 
