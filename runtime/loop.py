@@ -122,6 +122,7 @@ def speculate(
                 proposer.rewind_to(min(length + main, len(committed) - 1))
                 end = len(committed) + len(carried) - 1
                 _hand_features(target, proposer, length, end, path, len(proposal))
+                target.note_rest(time.perf_counter() - verified)
 
             yield [
                 chooser.token(token, source, logits, row)

@@ -1,4 +1,4 @@
-"""What a run of the target costs: the measured table of widths, and what the length of the text before it adds."""
+"""What a round costs: the measured table of widths, what the length of the text adds, and the rest of the round."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ _MEMORY: Final = 0.99  # weight of a run against the one after it
 _CAUTION: Final = 8 * 256.0**2  # the first runs count for little: their weight is this much without a residual
 _MOST: Final = 4.0  # a run that took so many times what the table says was disturbed: it counts as that many
 _WIDEST: Final = 17
+_REST_MEMORY: Final = 0.95
+_MOST_REST: Final = 0.5  # of a run of width 1: what took longer was disturbed
 
 
 class RoundCosts:
@@ -16,11 +18,13 @@ class RoundCosts:
 
     Attention makes a run dearer in proportion to the text before it, and by how much depends on the model and the
     machine: the slope is the least-squares one over the runs so far, the latest counting most. slope: where it begins.
+    The rest of a round, judging and committing, costs the same for few draft tokens as for many.
     """
 
     def __init__(self, table: Callable[[int], float], slope: float = 0.0) -> None:
         self._table = table
         self._products, self._squares = slope * _CAUTION, _CAUTION
+        self._rest = 0.0
 
     @property
     def slope(self) -> float:
@@ -32,8 +36,8 @@ class RoundCosts:
         return self._table(width)
 
     def beyond(self, length: int) -> float:
-        """What a text of `length` tokens adds to a run behind it."""
-        return self.slope * length
+        """What a round behind a text of `length` tokens costs more than its run behind a short one."""
+        return self.slope * length + self._rest
 
     def note(self, width: int, length: int, seconds: float) -> None:
         """A run of `width` positions behind `length` took so long."""
@@ -43,3 +47,8 @@ class RoundCosts:
         more = min(seconds, _MOST * expected) - expected
         self._products = _MEMORY * self._products + more * length
         self._squares = _MEMORY * self._squares + float(length) ** 2
+
+    def note_rest(self, seconds: float) -> None:
+        """After its run a round took so long."""
+        rest = min(seconds, _MOST_REST * self._table(1))
+        self._rest = rest if not self._rest else _REST_MEMORY * self._rest + (1.0 - _REST_MEMORY) * rest

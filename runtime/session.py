@@ -137,6 +137,11 @@ class ModelSession:
         self.cache.close()
         self._onnx_session = None
 
+    def note_rest(self, seconds: float) -> None:
+        """A round took so long after its run."""
+        if self.costs is not None:
+            self.costs.note_rest(seconds)
+
     def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append `tokens` to row 0 in chunks; logits f32 [1, vocabulary] after the last."""
         return deque(self.prefill_steps(tokens), maxlen=1)[0]

@@ -84,3 +84,12 @@ def test_without_a_slope_the_costs_stay_those_of_the_table() -> None:
     planner = TreePlanner(table)
     planner.begin(5000)
     assert planner.costs[0] == table(1)
+
+
+def test_the_rest_of_a_round_counts_whatever_the_length() -> None:
+    costs = RoundCosts(table)
+    for _ in range(50):
+        costs.note_rest(4e-4)
+    assert costs.beyond(0) == pytest.approx(4e-4)
+    costs.note_rest(10.0)  # a disturbance
+    assert costs.beyond(0) < 4e-4 + 0.05 * table(1)
