@@ -163,6 +163,9 @@ class ToyTarget:
     def tree_room(self, length: int) -> int:
         return MAX_NODES
 
+    def note_rest(self, seconds: float) -> None:
+        """A toy costs nothing."""
+
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
         assert start == len(self.text)
         self.text += [self._nodes[node] for node in nodes]

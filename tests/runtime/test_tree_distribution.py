@@ -59,6 +59,9 @@ class ToyTarget:
     def tree_room(self, length: int) -> int:
         return 32
 
+    def note_rest(self, seconds: float) -> None:
+        """A toy costs nothing."""
+
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
         self.length = start + len(nodes)
 
