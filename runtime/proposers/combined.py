@@ -18,6 +18,7 @@ _SURE: Final = (0.3, 0.5, 0.7, 0.85, 0.93)  # bounds of the chance of the first 
 _FIRST_LIFTS: Final = (1.1, 1.1, 1.08, 1.05, 1.01, 0.99)
 _MEMORY: Final = 0.85  # weight of what was seen of a lift, at each round
 _DOUBT: Final = 0.002  # by which a lift is thought higher with each round that passes without a look
+_MOST: Final = 3.0  # times what drafting should take: beyond, it was disturbed, or a head read the prompt first
 
 
 class Lift:
@@ -89,7 +90,8 @@ class CombinedProposer:
         start = time.perf_counter()
         planned = self._other.plan(context, limit, match)
         # By what it took indeed: beside the head's runs that is choosing, and memory that the head had to fetch.
-        seconds = planned.seconds - planned.spent + time.perf_counter() - start
+        took = min(time.perf_counter() - start, _MOST * planned.spent)
+        seconds = planned.seconds - planned.spent + took
         self._lift.note(chance, planned.expected / seconds / copied.rate)
         return planned
 
