@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -110,7 +112,7 @@ def train(
     prompts = None
     if prompts_file is not None:
         prompts = fitting_prompts(bundle, [entry.prompt for entry in load_prompts(prompts_file)])
-    with progress_line() as progress:
+    with _says_what_is_kept(), progress_line() as progress:
         trained = train_speculator(
             bundle,
             method,
@@ -150,3 +152,12 @@ def train(
     if features_bytes:
         note(f"features for the next training: {features_bytes / 1e9:.2f} GB in {trained.text.folder}")
     click.echo(trained.installed.name)
+
+
+@contextmanager
+def _says_what_is_kept() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("Interrupted: the text and the last checkpoint are kept, and the same command goes on from there.")
+        raise

@@ -32,7 +32,7 @@ from specrun.runtime.session import PREFILL_CHUNK, ModelSession, WidthRule, choo
 from specrun.runtime.tokenizer import Tokenizer
 
 ROWS = 40  # dialogues that a process writes at a time
-LEAST_SHARD = 4096  # tokens: a short text too has a few shards, of which one is held out
+LEAST_SHARD = 512  # tokens: a short text too has a few shards, of which one is held out
 _SPACING = 4096  # numbers of dialogues between two shards: more than a shard holds
 _POLL_S = 0.25
 _MEMORY_SHARE = 0.6  # of this machine, that all processes together may take

@@ -203,6 +203,7 @@ def test_ended_and_begun_again(table: Bundle, isolated_home: Path, name: str) ->
     ended = subprocess.run(command, capture_output=True, encoding="utf-8", env=dict(os.environ), check=False)
     assert ended.returncode == (130 if name == "SIGINT" else -signal.SIGKILL), ended.stderr
     assert "Traceback" not in ended.stderr
+    assert ("the same command goes on from there" in ended.stderr) == (name == "SIGINT")
     assert table.speculators() == []
     checkpoint = isolated_home / "training" / table.target_digest[:16] / "medusa" / "checkpoint.safetensors"
     assert checkpoint.is_file()
