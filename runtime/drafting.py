@@ -76,10 +76,9 @@ class Drafting:
         if self.given is not None:
             return f"{self.given}+ngram"
         paired = [method for method in self.methods if method not in ("none", "lookahead")]
-        tuned = self._tuning.fastest_of(paired)
-        if tuned is not None:
-            return tuned
-        return next((method for method in UNTUNED_ORDER if method in paired), "ngram")
+        ordered = sorted(paired, key=lambda method: (*UNTUNED_ORDER, method).index(method))
+        tuned = self._tuning.fastest_of(ordered)
+        return tuned or next((method for method in UNTUNED_ORDER if method in paired), "ngram")
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -169,7 +168,7 @@ class Drafting:
         heads = self.heads.learnt()
         if self._draft_speculator is not None:
             heads[self._draft_speculator.digest] = self._draft_estimates[True].learnt
-        return Tuning({}, beyond, ngram, heads)
+        return Tuning({}, beyond, ngram, heads, lifts=self.heads.lifts())
 
     def begin_from(self, tuning: Tuning) -> None:
         """Forget every earlier request and begin from a tuning."""

@@ -19,7 +19,7 @@ from specrun.runtime.head_estimate import HeadEstimate, Learnt, estimates
 from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposers.combined import Lift
-from specrun.runtime.proposers.eagle import EagleCosts, EagleProposer, slots_held
+from specrun.runtime.proposers.eagle import EagleCosts, EagleProposer, Slots
 from specrun.runtime.proposers.medusa import MedusaProposer
 from specrun.runtime.proposers.nodes import Outlook
 from specrun.runtime.request import Request
@@ -62,13 +62,13 @@ class _Head:
     costs: EagleCosts
     estimates: dict[bool, HeadEstimate] = field(default_factory=dict)
     outlooks: dict[bool, Outlook] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)  # behind the slots of its cache
+    slots: Slots = field(default_factory=Slots)
 
     def forget(self, learnt: Learnt | None) -> None:
         """As just loaded; learnt: what is known of it."""
         self.estimates = estimates(self.speculator.manifest.acceptance, learnt)
         self.outlooks = {greedy: Outlook() for greedy in (True, False)}
-        self.tokens = []
+        self.slots = Slots()
 
 
 class Heads:
@@ -130,7 +130,7 @@ class Heads:
         """Up to which position a head of this method needs no features of the prompt from the target."""
         head = self._head(method)
         if isinstance(head.session, EagleSession):
-            return slots_held(head.session, head.tokens, prompt)
+            return sum(head.slots.shared(prompt, head.session.length))
         return len(prompt)
 
     def proposer(
@@ -149,7 +149,7 @@ class Heads:
         if isinstance(head.session, MedusaSession):
             return MedusaProposer(head.session, *shared, run_cost=head.costs.append)
         positions = head.speculator.manifest.sizes.positions
-        return EagleProposer(head.session, *shared, costs=head.costs, positions=positions, known=head.tokens)
+        return EagleProposer(head.session, *shared, costs=head.costs, positions=positions, known=head.slots)
 
     def draft_costs(self, method: str) -> tuple[float, float]:
         """Seconds of the first draft token of a round, and of each further one; loads the head if it is not yet."""
@@ -158,7 +158,7 @@ class Heads:
 
     def lift(self, method: str) -> Lift:
         """What asking this method beside n-grams brought so far."""
-        return self._lifts.setdefault(method, Lift())
+        return self._lifts.setdefault(method, Lift(self._tuning.lifts.get(method, ())))
 
     def reserve(self, method: str, length: int) -> None:
         """Make room for a text of so many tokens."""
@@ -170,7 +170,7 @@ class Heads:
         """A request ended: remember which text the slots of a head's cache belong to."""
         head = self._head(method)
         if isinstance(head.session, EagleSession):
-            head.tokens = list(committed[: head.session.length + 1])
+            head.slots.tokens = list(committed[: head.slots.first + head.session.length + 1])
 
     def forget(self, *, texts_only: bool = False) -> None:
         """Forget every earlier request; texts_only: but not what acceptance they had."""
@@ -178,13 +178,17 @@ class Heads:
             self._lifts.clear()
         for head in self._loaded.values():
             if texts_only:
-                head.tokens = []
+                head.slots = Slots()
             else:
                 head.forget(self._tuning.heads.get(head.speculator.digest))
 
     def learnt(self) -> dict[str, Learnt]:
         """What requests taught of each head that is loaded, by its speculator's digest."""
         return {head.speculator.digest: head.estimates[True].learnt for head in self._loaded.values()}
+
+    def lifts(self) -> dict[str, tuple[float, ...]]:
+        """What asking each head beside n-grams brought."""
+        return {method: lift.values for method, lift in self._lifts.items()}
 
     def first_chances(self, method: str) -> tuple[float, ...]:
         """By depth, the chance that the best candidate of a method's head stands, as greedy requests showed it."""

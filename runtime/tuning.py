@@ -14,7 +14,8 @@ from specrun.runtime.calibration import kept_path, write_kept
 from specrun.runtime.head_estimate import Learnt
 from specrun.runtime.proposers.ngram import PRIORS, Cell
 
-VERSION: Final = 1
+VERSION: Final = 2
+_NOISE: Final = 0.95  # of two methods whose times differ by less, another run may find the other one faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class Tuning:
     """Figures of each method, and the estimates that their requests ended with.
 
     beyond: seconds that a token of text adds to each run behind it. ngram: chances of copied tokens, as
-    `AcceptanceEstimate` takes them. heads: what was learnt of each head, by the digest of its speculator.
+    `AcceptanceEstimate` takes them. heads: what was learnt of each head, by the digest of its speculator. lifts: what
+    asking the head of a method beside n-grams brought (`Lift`).
     """
 
     methods: dict[str, MethodFigures]
@@ -48,6 +50,7 @@ class Tuning:
     ngram: dict[Cell, float] = field(default_factory=dict)
     heads: dict[str, Learnt] = field(default_factory=dict)
     prompts: int = 0
+    lifts: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def best(self) -> str:
@@ -55,9 +58,9 @@ class Tuning:
         return min(self.methods, key=lambda method: self.methods[method].seconds_per_token)
 
     def fastest_of(self, methods: Sequence[str]) -> str | None:
-        """The fastest one of these, None if none of them was measured."""
-        known = [method for method in methods if method in self.methods]
-        return min(known, key=lambda method: self.methods[method].seconds_per_token) if known else None
+        """The first one of these that is the fastest but for noise; None if none was measured."""
+        seconds = {method: self.methods[method].seconds_per_token for method in methods if method in self.methods}
+        return next((method for method in seconds if _NOISE * seconds[method] <= min(seconds.values())), None)
 
 
 UNTUNED: Final = Tuning({})
@@ -96,7 +99,8 @@ def _read(raw: Mapping[str, Any]) -> Tuning:
     chances = {(length, agreement): _number(chance, 1.0) for length, agreement, chance in raw["ngram"]}
     ngram = {cell: chances[cell] for cell in PRIORS} if chances else {}
     heads = {str(digest): Learnt.read(learnt) for digest, learnt in raw["heads"].items()}
-    return Tuning(methods, _number(raw["beyond"]), ngram, heads, int(raw["prompts"]))
+    lifts = {str(method): tuple(_number(lift, 10.0) for lift in values) for method, values in raw["lifts"].items()}
+    return Tuning(methods, _number(raw["beyond"]), ngram, heads, int(raw["prompts"]), lifts)
 
 
 def _number(value: Any, most: float = math.inf) -> float:

@@ -16,16 +16,26 @@ from specrun.runtime.tree_planner import Planned, Planning
 
 _SURE: Final = (0.3, 0.5, 0.7, 0.85, 0.93)  # bounds of the chance of the first copied token
 _FIRST_LIFTS: Final = (1.1, 1.1, 1.08, 1.05, 1.01, 0.99)
+_LEAST_FIRST, _MOST_FIRST = 0.93, 1.15
 _MEMORY: Final = 0.85  # weight of what was seen of a lift, at each round
 _DOUBT: Final = 0.002  # by which a lift is thought higher with each round that passes without a look
 _MOST: Final = 3.0  # times what drafting should take: beyond, it was disturbed, or a head read the prompt first
 
 
 class Lift:
-    """By how much asking a head raises the expected tokens a second, by how sure n-grams are of their next token."""
+    """By how much asking a head raises the expected tokens a second, by how sure n-grams are of their next token.
 
-    def __init__(self) -> None:
-        self._lifts = list(_FIRST_LIFTS)
+    first: as `values` of an earlier one, to begin with; what is far from 1 there was chance more often than not.
+    """
+
+    def __init__(self, first: Sequence[float] = ()) -> None:
+        known = first if len(first) == len(_FIRST_LIFTS) else _FIRST_LIFTS
+        self._lifts = [min(max(lift, _LEAST_FIRST), _MOST_FIRST) for lift in known]
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The lifts as they stand."""
+        return tuple(self._lifts)
 
     def worth_asking(self, chance: float) -> bool:
         """Whether the head's opinion is worth its time; what is not asked for long is asked again."""

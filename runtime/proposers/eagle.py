@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from specrun.runtime.tree_planner import Planned, TreePlanner
 from specrun.runtime.tree_shape import TreeShape
 
 CHUNK = 256  # slots written in one run
+WINDOW = 128  # slots of a prompt that are written at most: what lies further back hardly changes what a head guesses
 KEPT_ROWS = 64  # features held beyond those that a slot was written from, for slots that must be written again
 DEEPEST_SHAPE = 6  # of a shape for draws
 
@@ -45,12 +46,34 @@ class _Level:
     q: list[Distribution] | None
 
 
+@dataclass(slots=True)
+class Slots:
+    """What the slots of a head's cache stand for: the first one for position `first` of the text `tokens`."""
+
+    tokens: list[int] = field(default_factory=list)
+    first: int = 0
+
+    def shared(self, prompt: Sequence[int], length: int) -> tuple[int, int]:
+        """(position of the first slot, slots that stay) of a cache with `length` slots, for another prompt.
+
+        Where more than `WINDOW` slots would have to be written before the prompt's end, it begins anew so close to it.
+        """
+        alike = 0
+        for ours, theirs in zip(self.tokens, prompt, strict=False):
+            if ours != theirs:
+                break
+            alike += 1
+        stay = max(0, min(length, alike - 1 - self.first))
+        nearest = max(0, len(prompt) - 1 - WINDOW)
+        return (self.first, stay) if stay and self.first + stay >= nearest else (nearest, 0)
+
+
 class EagleProposer(HeadProposer):
-    """Slots of the head's cache stand for positions of the context: slot i holds feature i and token i + 1.
+    """Slots of the head's cache stand for positions of the context: one holds feature i and token i + 1.
 
     A round writes the slots that are new, which gives the candidates for the next token, then drafts level by level
     from the head's own outputs as long as a further level pays, and drops these levels again. Rounds without this
-    proposer only leave more slots to write. `known`: the tokens behind the cache's slots from the request before.
+    proposer only leave more slots to write. `known`: what the cache's slots stand for, from the request before.
     """
 
     name = "eagle"
@@ -66,7 +89,7 @@ class EagleProposer(HeadProposer):
         *,
         costs: EagleCosts,
         positions: int,
-        known: Sequence[int],
+        known: Slots,
     ) -> None:
         """columns: of the target's features, those that the head reads. positions: the most slots."""
         super().__init__(sampling, planner, estimate, outlook)
@@ -81,35 +104,37 @@ class EagleProposer(HeadProposer):
         """Keep the slots that this prompt shares."""
         self._prompt = list(prompt_tokens)
         self._drafted = Drafted()
-        self._session.rewind_to(slots_held(self._session, self._known, prompt_tokens))
-        self._features.clear(self._session.length)
+        self._known.first, stay = self._known.shared(prompt_tokens, self._session.length)
+        self._session.rewind_to(stay)
+        self._features.clear(self._written)
 
     def take_features(self, position: int, features: NDArray[np.float32]) -> None:
         """Keep them until their slots are written; a long prompt's are written as they come."""
-        session = self._session
-        if position < session.length:
-            session.rewind_to(position)
+        if position < self._written:
+            self._session.rewind_to(max(0, position - self._known.first))
         self._features.take(position, features)
-        while self._features.end - session.length >= CHUNK and session.length + CHUNK < len(self._prompt):
-            self._write(self._prompt, session.length + CHUNK)
+        self._features.forget_before(self._known.first)
+        while self._features.end - self._written >= CHUNK and self._written + CHUNK < len(self._prompt):
+            self._write(self._prompt, self._written + CHUNK)
 
     def plan(self, context: Sequence[int], limit: int, copied: Sequence[tuple[int, float]] = ()) -> Planned:
         """Write the new slots and draft."""
         self._planner.begin(len(context))
         self._drafted.learn(self._estimate, context)
-        slots = len(context) - 1
+        end = len(context) - 1
+        slots = end - self._known.first
         limit = min(limit, self._room(slots))
-        if limit <= 0 or slots <= 0 or self._features.end < slots:
+        if limit <= 0 or slots <= 0 or self._features.end < end:
             return Planned(EMPTY, 1.0, self._planner.costs[0])
         if self._session.length >= slots:  # its outputs are needed again
             self._session.rewind_to(slots - 1)
-        while slots - self._session.length > CHUNK:
-            self._write(context, self._session.length + CHUNK)
+        while end - self._written > CHUNK:
+            self._write(context, self._written + CHUNK)
         choice = self._sampling.choice(len(context))
-        length = self._session.length
-        rows = self._features.rows(length, slots)
-        first = self._level(self._session.append(rows, context[length + 1 :], choice), choice)
-        self._features.forget_before(slots - KEPT_ROWS)
+        start = self._written
+        rows = self._features.rows(start, end)
+        first = self._level(self._session.append(rows, context[start + 1 :], choice), choice)
+        self._features.forget_before(end - KEPT_ROWS)
         try:
             if self._sampling.drawn or self._planner.fixed is not None:
                 planned = self._fill(first, self._best_shape(limit), len(context))
@@ -120,6 +145,11 @@ class EagleProposer(HeadProposer):
         self._drafted.remember(self._nodes, len(context))
         self._outlook.note(planned, self._planner)
         return planned
+
+    @property
+    def _written(self) -> int:
+        """The position that the next slot stands for."""
+        return self._known.first + self._session.length
 
     def _room(self, slots: int) -> int:
         """The deepest draft that the head's cache has room for behind so many slots."""
@@ -135,8 +165,8 @@ class EagleProposer(HeadProposer):
         return _Level(candidates.tokens, self._sampling.sureness(candidates, choice), q)
 
     def _write(self, tokens: Sequence[int], end: int) -> None:
-        """Write the slots up to `end` without a look at their candidates."""
-        start = self._session.length
+        """Write the slots up to position `end` without a look at their candidates."""
+        start = self._written
         self._session.append(self._features.rows(start, end), tokens[start + 1 : end + 1], PLAIN)
         self._features.forget_before(end - KEPT_ROWS)
 
@@ -229,15 +259,5 @@ class EagleProposer(HeadProposer):
     def rewind_to(self, length: int) -> None:
         """Keep the slots whose tokens are among the first `length`."""
         self._drafted.rewind_to(length)
-        if length - 1 < self._session.length:
-            self._session.rewind_to(max(0, length - 1))
-
-
-def slots_held(session: EagleSession, known: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many slots of the cache, written for the tokens `known`, are true for this prompt."""
-    shared = 0
-    for ours, theirs in zip(known, prompt, strict=False):
-        if ours != theirs:
-            break
-        shared += 1
-    return max(0, min(session.length, shared - 1))
+        if length - 1 < self._written:
+            self._session.rewind_to(max(0, length - 1 - self._known.first))

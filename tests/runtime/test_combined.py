@@ -154,3 +154,17 @@ def test_ngrams_learn_from_rounds_of_the_other() -> None:
     raised = chance(cell)
     proposer.propose([*text, 9], 8)
     assert chance(cell) == raised
+
+
+def test_a_lift_begins_from_an_earlier_one() -> None:
+    """Within bounds: what is far from 1 was chance."""
+    lift = Lift()
+    for _ in range(40):
+        lift.note(0.1, 3.0)
+        lift.note(0.99, 0.2)
+    again = Lift(lift.values)
+    assert len(again.values) == len(lift.values)
+    assert lift.values[0] > again.values[0] > 1.0 > again.values[-1] > lift.values[-1]
+    assert again.worth_asking(0.1)
+    assert not again.worth_asking(0.99)
+    assert Lift((0.5,)).values == Lift().values  # of other cells

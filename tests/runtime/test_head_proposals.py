@@ -48,6 +48,7 @@ class Fresh:
         )
         self.rows: dict[int, np.ndarray] = {}
         self.compared = self.trees = 0
+        self.begun: set[int] = set()
         plan, take = EagleProposer.plan, EagleProposer.take_features
 
         def watched_take(proposer: EagleProposer, position: int, features: np.ndarray) -> None:
@@ -58,18 +59,20 @@ class Fresh:
         def watched_plan(proposer: EagleProposer, context: Sequence[int], limit: int, copied: Any = ()) -> Planned:
             planned = plan(proposer, context, limit, copied)
             if limit > 0:
-                self.check(context, planned.proposal, [token for token, _ in copied])
+                self.check(context, planned.proposal, [token for token, _ in copied], proposer._known.first)
+                self.begun.add(proposer._known.first)
             return planned
 
         monkeypatch.setattr(EagleProposer, "take_features", watched_take)
         monkeypatch.setattr(EagleProposer, "plan", watched_plan)
 
-    def check(self, context: Sequence[int], proposal: Proposal, copied: list[int]) -> None:
+    def check(self, context: Sequence[int], proposal: Proposal, copied: list[int], first: int) -> None:
         """Every node is among the best candidates that a fresh head has there, each path by itself, as a chain.
 
-        Unless it is a copied one.
+        Unless it is a copied one. The head reads from position `first` on.
         """
-        rows = np.stack([self.rows[position] for position in range(len(context) - 1)])
+        context = context[first:]
+        rows = np.stack([self.rows[first + position] for position in range(len(context) - 1)])
         parents = proposal.parents or tuple(range(-1, len(proposal) - 1))
         paths: dict[int, tuple[int, ...]] = {-1: ()}
         for node, parent in enumerate(parents):
@@ -111,6 +114,7 @@ def test_eagle_proposes_what_a_fresh_head_would(
         engine.generate("between" + prompt, method="ngram", max_tokens=5, **RAW)
         engine.generate(prompt + text.text[:4], method="none", max_tokens=5, **RAW)
     assert fresh.compared > 30
+    assert {0} < fresh.begun  # the long prompt's beginning was left out
     assert (fresh.trees > 5) == (draft_length is None)
 
 

@@ -47,6 +47,7 @@ def test_what_is_measured(engine: Engine) -> None:
         assert row.ratio == pytest.approx(plain.seconds_per_token / row.seconds_per_token)
         assert bool(row.acceptance) == method.startswith(("medusa", "eagle"))
     assert tuning.prompts == len(PROMPTS)
+    assert set(tuning.lifts) == {"draft", "eagle", "medusa"}
     assert set(tuning.ngram) == set(PRIORS)
     assert {found.digest for found in engine.bundle.speculators() if found.name in ("eagle", "medusa")} & set(
         tuning.heads
@@ -67,6 +68,10 @@ def test_auto_is_the_fastest_that_was_measured(engine: Engine) -> None:
     engine.begin_from(Tuning({method: figures(each) for method, each in seconds.items()}))
     assert engine.resolve_method("auto") == "medusa+ngram"
     assert engine.generate("a", max_tokens=2).method == "medusa+ngram"
+    # What two figures differ by through chance alone decides nothing.
+    seconds |= {"medusa+ngram": 0.78}
+    engine.begin_from(Tuning({method: figures(each) for method, each in seconds.items()}))
+    assert engine.resolve_method("auto") == "eagle+ngram"
     # Where nothing beats plain decoding, n-grams, which propose only what pays.
     seconds |= {"none": 0.1, "ngram": 0.2}
     engine.begin_from(Tuning({method: figures(each) for method, each in seconds.items()}))
