@@ -285,7 +285,18 @@ def test_axes(models: TinyModels, tmp_path: Path) -> None:
     assert (model.training_tokens, model.training_minutes) == (None, None)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"report": 3}', '{"report": {"tokens_seen": "x", "minutes": []}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"report": 3}',
+        '{"report": {"tokens_seen": "x", "minutes": []}}',
+        '{"report": {"tokens_seen": -1, "minutes": 1' + "0" * 400 + "}}",
+        '{"report": {"minutes": NaN}}',
+        "[" * 100_000,
+    ],
+)
 def test_a_report_that_says_nothing(models: TinyModels, tmp_path: Path, content: str) -> None:
     found = dataclasses.replace(find_speculator(models.bundle("heads"), "eagle"), path=tmp_path)
     assert training_cost(found) == (None, None)
