@@ -132,15 +132,19 @@ def bench(
         draft = find_draft(bundle, values["draft"]) if values["draft"] is not None else None
         axes += method_axes(summary, bundle, draft)
     found = Found(_command(), machine_facts(), benches, rows, axes, cells)
-    if report_file is not None:
+    if as_json:
+        echo_json(found.to_json())
+    else:
+        _print(found)
+    if report_file is not None:  # last: whatever becomes of it, the tables are there
         from specrun.cli.bench_report import write_report
 
         write_report(report_file, found)
-    if as_json:
-        echo_json(found.to_json())
-        return
+
+
+def _print(found: Found) -> None:
     note(", ".join(f"{key} {value}" for key, value in found.machine.items()))
-    for timed in benches:
+    for timed in found.benches:
         note(describe(timed))
     click.echo("\n\n".join("\n".join(lines(table)) for table in found.tables))
     if found.losing:
@@ -149,14 +153,29 @@ def bench(
 
 def _check(models: tuple[str, ...], report_file: Path | None, values: dict[str, Any]) -> None:
     """What would otherwise come out only after the runs."""
-    if report_file is not None and not report_file.absolute().parent.is_dir():
-        raise click.UsageError(f"There is no folder {report_file.parent} for the report: make it first.")
+    if report_file is not None:
+        _try_report(report_file)
     if values["acceptances"]:
         if values["draft_length"] is not None:
             raise click.UsageError("--synthetic-acceptance takes --draft-lengths in place of --draft-length.")
         for method in values["methods"] or ():
             if method in (ALL_METHODS, "lookahead") or ":" in method or "+" in method:
                 raise click.UsageError(f"--synthetic-acceptance times single ways of drafting, not {method}.")
+
+
+def _try_report(path: Path) -> None:
+    """Open it for writing, and leave it as it was."""
+    if not path.absolute().parent.is_dir():
+        raise click.UsageError(f"There is no folder {path.parent} for the report: make it first.")
+    try:
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise click.UsageError(
+            f"The report {path} cannot be written ({error.strerror}): choose another --report."
+        ) from None
 
 
 def _time(name: str, prompts: list[BenchPrompt], values: dict[str, Any]) -> Bench:

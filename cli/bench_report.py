@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from specrun.cli.bench_pictures import (
     ALPHA,
@@ -161,12 +162,19 @@ def _synthetic(found: Found) -> list[str]:
     ]
 
 
+def _fact(key: str, value: Any) -> str:
+    """A fact of a model; of digests the beginning."""
+    if key == "speculators":
+        return ", ".join(f"{method} {digest[:16]}" for method, digest in value.items()) or NOTHING
+    return str(value)[:16] if key == "digest" else str(value)
+
+
 def _conditions(found: Found) -> list[str]:
     models: list[Cells] = [(*found.benches[0].model, "peak memory")]
     sittings: list[Cells] = [("model", "timed from", "load average")]
     for bench in found.benches:
         peak = NOTHING if bench.peak_bytes is None else f"{megabytes(bench.peak_bytes)} MB"
-        facts = [str(value)[:16] if key == "digest" else str(value) for key, value in bench.model.items()]
+        facts = [_fact(key, value) for key, value in bench.model.items()]
         models.append((*facts, peak))
         sittings += [(bench.model["model"], at.started, load(at.load_average)) for at in bench.sittings]
     return [

@@ -175,7 +175,7 @@ def lines(table: Sequence[Cells]) -> list[str]:
 
 def describe(bench: Bench) -> str:
     """A model's facts in a line."""
-    facts = [f"{key} {value}" for key, value in bench.model.items() if key not in ("model", "digest")]
+    facts = [f"{key} {value}" for key, value in bench.model.items() if key not in ("model", "digest", "speculators")]
     if bench.peak_bytes is not None:
         facts.append(f"peak memory {megabytes(bench.peak_bytes)} MB")
     facts += [f"timed from {sitting.started}, load {load(sitting.load_average)}" for sitting in bench.sittings]

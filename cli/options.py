@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -99,10 +100,19 @@ _SAMPLING: tuple[Decorator, ...] = (
 
 _SYSTEM: tuple[Decorator, ...] = (click.option("--system", metavar="TEXT", help="System message."),)
 
+
+def _in_a_folder(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Said at once, not after the answer."""
+    if value is not None and not Path(value).absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {Path(value).parent}: make it first.")
+    return value
+
+
 _SHOWING: tuple[Decorator, ...] = (
     click.option(
         "--ngrams",
         type=click.Path(dir_okay=False),
+        callback=_in_a_folder,
         metavar="FILE",
         help="Draft from the texts kept in this file too, and keep this run's text there, so that a second run of a "
         "similar prompt drafts from the first one's.",

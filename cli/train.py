@@ -12,7 +12,18 @@ from specrun.cli.opening import ensure_model
 from specrun.cli.options import DEFAULT_MODEL
 from specrun.cli.output import echo_json, note, progress_line
 
+MOST_PASSES = 10_000
 TRAIN_HINT = "Training needs torch: install it with `pip install 'specrun[train]'`."
+
+
+def _number_of_passes(text: str) -> float:
+    try:
+        passes = float(text)
+    except ValueError:
+        passes = 0.0
+    if not 0.0 < passes <= MOST_PASSES:  # which NaN is not either
+        raise click.BadParameter(f"{text!r} is no number above 0 and up to {MOST_PASSES:,}, such as 2.5.")
+    return passes
 
 
 @click.command()
@@ -26,7 +37,7 @@ TRAIN_HINT = "Training needs torch: install it with `pip install 'specrun[train]
     show_default=True,
     help="Length of the training text. The text is kept, and serves every method.",
 )
-@click.option("--passes", type=click.FloatRange(min=0, min_open=True), help="Over the text; by default 3 to 4.")
+@click.option("--passes", type=_number_of_passes, metavar="NUMBER", help="Over the text; by default 3 to 4.")
 @click.option(
     "--prompts",
     "prompts_file",
@@ -41,7 +52,7 @@ TRAIN_HINT = "Training needs torch: install it with `pip install 'specrun[train]
     help="Go on from the weights of this speculator of the model, on more text or for more passes, at half the "
     "learning rate. With --force it may be replaced by what it becomes.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the text and the training.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of text and training.")
 @click.option("--threads", type=click.IntRange(min=1), help="Processor threads; by default one for each core.")
 @click.option(
     "--keep-features/--no-keep-features",

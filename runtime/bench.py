@@ -60,8 +60,9 @@ def _prompt(record: dict[str, Any], number: int) -> BenchPrompt:
     messages = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
     if not isinstance(prompt, str) and not messages:
         raise TypeError("neither text nor messages")
-    identity = record.get("question_id", record.get("id", number))
-    return BenchPrompt(str(identity), str(record.get("category", "all")), prompt)
+    identity, category = str(record.get("question_id", record.get("id", number))), str(record.get("category", "all"))
+    json.dumps([identity, category, prompt], ensure_ascii=False).encode()  # half a surrogate pair is no text
+    return BenchPrompt(identity, category, prompt)
 
 
 def run_bench(
@@ -79,7 +80,7 @@ def run_bench(
 
     "ngram:4" fixes K to 4, "lookahead:5/4/5" sets window, n-grams and guesses.
 
-    output: a JSONL file of runs; those already in it, of the same settings, are not run again.
+    output: a JSONL file of runs; those of these prompts already in it, of the same settings, are not run again.
     """
 
     def timed(prompt: BenchPrompt, label: str, repeat: int, tokens: int | None) -> Run:
@@ -136,6 +137,7 @@ def time_stream(
     return Run(
         model=result.model,
         id=prompt.id,
+        prompt_digest=prompt.digest,
         category=prompt.category,
         method=label,
         repeat=repeat,

@@ -14,6 +14,7 @@ from specrun.runtime.heads import HEAD_METHODS
 
 REPORT_FILE = "speculator.json"
 TRAINED = ("draft", *HEAD_METHODS)
+_MOST = 1e15  # of any number of a report
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ def training_cost(speculator: InstalledSpeculator) -> tuple[int | None, float | 
     try:
         report = json.loads((speculator.path / REPORT_FILE).read_text(encoding="utf-8"))["report"]
         tokens, minutes = report.get("tokens_seen"), report.get("minutes")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, None
     return (
-        tokens if isinstance(tokens, int) else None,
-        float(minutes) if isinstance(minutes, int | float) else None,
+        tokens if isinstance(tokens, int) and 0 <= tokens <= _MOST else None,
+        float(minutes) if isinstance(minutes, int | float) and 0 <= minutes <= _MOST else None,
     )

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ class Sitting:
     """When a call that timed runs began, and the machine's load then: averages over 1, 5 and 15 minutes."""
 
     started: str
-    load_average: list[float]
+    load_average: tuple[float, ...]
 
     @classmethod
     def now(cls) -> Sitting:
         """The sitting that begins now; without a load where the system does not tell one."""
         load = os.getloadavg() if hasattr(os, "getloadavg") else ()
-        return cls(time.strftime("%Y-%m-%d %H:%M"), [round(value, 2) for value in load])
+        return cls(time.strftime("%Y-%m-%d %H:%M"), tuple(round(value, 2) for value in load))
 
 
 def machine_facts() -> dict[str, Any]:
@@ -41,12 +42,14 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def model_facts(engine: Engine) -> dict[str, Any]:
-    """Which graph ran, and how."""
+def model_facts(engine: Engine, labels: Iterable[str] = ()) -> dict[str, Any]:
+    """Which graph ran, and how; labels: of runs, whose speculators' digests belong to it."""
+    methods = [engine.resolve_method(label.partition(":")[0]) for label in labels]
     manifest = engine.bundle.manifest
     return {
         "model": manifest.name,
         "digest": engine.bundle.digest,
+        "speculators": engine.drafting.digests(methods),
         "precision": manifest.precision.get("requested"),
         "threads": engine.threads,
         "context": engine.context,

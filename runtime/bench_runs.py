@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from specrun.models_cache.errors import IntegrityError, UsageError
 from specrun.models_cache.progress import Progress, no_progress
+from specrun.models_cache.strictjson import decode, parse_object
 from specrun.runtime.bench_environment import Sitting, machine_facts, model_facts, reset_peak_memory
 from specrun.runtime.engine import Engine, Prompt
 
 BASELINE: Final = "baseline"
 WARM_UP_TOKENS: Final = 16
+_MOST: Final = 1e18  # of any number of a run
+_BEGINNING: Final = b'{"settings": {"machine": {"processor": '  # of a file of runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,11 @@ class BenchPrompt:
     category: str
     prompt: Prompt
 
+    @property
+    def digest(self) -> str:
+        """Of the prompt itself: an id may stand for another one in another file."""
+        return hashlib.sha256(json.dumps(self.prompt, sort_keys=True, default=dict).encode()).hexdigest()[:16]
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -33,10 +44,12 @@ class Run:
     decode_s: seconds after the prefill; of these draft_s went into drafting, verify_s into the target's runs, and
     onnx_s were spent inside ONNX Runtime. Bytes are those of the method: all weights that it uses, and its KV buffers;
     peak_bytes is the most RAM that the process held so far, None where the system does not tell.
+    prompt_digest: of the prompt, as `BenchPrompt` gives it.
     """
 
     model: str
     id: str
+    prompt_digest: str
     category: str
     method: str
     repeat: int
@@ -56,6 +69,11 @@ class Run:
     kv_draft_bytes: int
     peak_bytes: int | None
     ids_digest: str
+
+    @property
+    def prompt(self) -> tuple[str, str]:
+        """What runs are paired by: the prompt's id and digest."""
+        return self.id, self.prompt_digest
 
     @property
     def seconds_per_token(self) -> float:
@@ -100,15 +118,23 @@ def time_in_turn(
     """Time every label on every prompt, in turn, `repeats` times, after a short run of each that does not count.
 
     settings: what the figures depend on beside model and machine. output: a JSONL file of runs; those of this model
-    already in it, of the same settings, are not run again and belong to the result. Raises UsageError for a file of
-    other settings, IntegrityError for one of another kind.
+    and these prompts already in it, of the same settings, are not run again and belong to the result. Raises UsageError
+    for a file of other settings and for a prompt that is there twice, IntegrityError for a file of another kind.
     """
     report = progress or no_progress
-    facts = model_facts(engine)
+    known = {(prompt.id, prompt.digest): prompt for prompt in prompts}
+    if len(known) < len(prompts):
+        (name, _), _ = Counter((prompt.id, prompt.digest) for prompt in prompts).most_common(1)[0]
+        raise UsageError(f"Prompt {name} is there twice: leave one out, or give it another id.")
+    facts = model_facts(engine, labels)
     file = RunFile(output, {"machine": machine_facts(), "bench": settings, "model": facts})
     order = list(_order(prompts, repeats, labels))
-    runs = {(run.id, run.method, run.repeat): run for run in file.runs}
-    missing = [entry for entry in order if (entry[0].id, entry[2], entry[1]) not in runs]
+    runs = {
+        (*run.prompt, run.method, run.repeat): replace(run, category=known[run.prompt].category)
+        for run in file.runs
+        if run.prompt in known
+    }
+    missing = [entry for entry in order if (entry[0].id, entry[0].digest, entry[2], entry[1]) not in runs]
     if missing:
         file.begin(Sitting.now())
         reset_peak_memory()
@@ -118,7 +144,7 @@ def time_in_turn(
     for count, (prompt, repeat, label) in enumerate(missing, len(order) - len(missing)):
         report(f"Timing {facts['model']}", count, len(order))
         run = timed(prompt, label, repeat, None)
-        runs[run.id, run.method, run.repeat] = run
+        runs[*run.prompt, run.method, run.repeat] = run
         file.add(run)
     return Bench(facts, tuple(file.sittings), tuple(runs.values()))
 
@@ -163,24 +189,63 @@ class RunFile:
                 file.write(json.dumps(value) + "\n")
 
     def _read(self, path: Path) -> None:
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if not whole and data[: len(_BEGINNING)] == _BEGINNING[: len(data)]:  # empty, or cut in its first line
+            path.write_bytes(b"")
+            return
         model = self._settings["model"]["model"]
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-            values = [json.loads(line) for line in lines[:-1]]
-            heads = [value for value in values if "settings" in value]
-            runs = [Run(**value) for value in values if "settings" not in value]
-            sittings = [(head["settings"], Sitting(**head["sitting"])) for head in heads]
-            owners = [settings["model"]["model"] for settings, _ in sittings]
-            sound = values[0] is heads[0]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            values = [parse_object(line) for line in whole.decode("utf-8").split("\n")[:-1]]
+            sound = "settings" in values[0]
+            heads = [_head(value) for value in values if "settings" in value]
+            runs = [_run(value) for value in values if "settings" not in value]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise IntegrityError(f"{path.name} is no file of bench runs: choose another --output.") from error
         if not sound:
             raise IntegrityError(f"{path.name} is no file of bench runs: choose another --output.")
-        for (settings, sitting), owner in zip(sittings, owners, strict=True):
-            if settings != (self._settings if owner == model else self._settings | {"model": settings["model"]}):
-                raise UsageError(f"{path.name} holds runs of other settings: choose another --output, or delete it.")
-            if owner == model:
+        others = not all(run.prompt_digest for run in runs)
+        for settings, sitting in heads:
+            own = settings["model"]["model"] == model
+            others = others or not self._same(settings, own=own)
+            if own:
                 self.sittings.append(sitting)
-        if lines[-1]:  # cut in the middle of a line
-            path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+        if others:
+            raise UsageError(f"{path.name} holds runs of other settings: choose another --output, or delete it.")
+        if whole != data:  # cut in the middle of a line
+            path.write_bytes(whole)
         self.runs = [run for run in runs if run.model == model]
+
+    def _same(self, settings: dict[str, Any], *, own: bool) -> bool:
+        """Whether runs of these settings may stand beside the new ones; own: they are of the same model.
+
+        Runs of more methods may join, so speculators are compared where both have used one.
+        """
+        model = self._settings["model"]
+        used, there = model["speculators"], settings["model"].get("speculators")
+        if not isinstance(there, Mapping) or (own and any(used.get(key, there[key]) != there[key] for key in there)):
+            return False
+        wanted = self._settings | {"model": model | {"speculators": there} if own else settings["model"]}
+        return settings == wanted
+
+
+def _head(value: dict[str, Any]) -> tuple[dict[str, Any], Sitting]:
+    """The settings and the sitting of a line; raises ValueError, KeyError, TypeError or AttributeError for another."""
+    settings: dict[str, Any] = value["settings"]
+    if not isinstance(settings["model"]["model"], str) or set(value) != {"settings", "sitting"}:
+        raise ValueError("these are no settings")
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    settings["model"].get("speculators")
+    return settings, decode(Sitting, value["sitting"])
+
+
+def _run(value: dict[str, Any]) -> Run:
+    """The run of a line, without a digest of its prompt where it has none; raises ValueError for anything else."""
+    run: Run = decode(Run, {"prompt_digest": ""} | value)
+    for field in dataclasses.fields(run):
+        entry = getattr(run, field.name)
+        if isinstance(entry, str):
+            entry.encode()  # it can be shown
+        elif entry is not None and not 0 <= entry <= _MOST:
+            raise ValueError(f"{field.name} is no such number")
+    return run

@@ -16,8 +16,8 @@ EVERYTHING: Final = "all"
 RESAMPLES: Final = 10_000
 CONFIDENCE: Final = 0.95
 
-Key = tuple[str, str, str]
-"""Category, method, id."""
+Key = tuple[str, str, tuple[str, str]]
+"""Category, method, prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def summarise(runs: Iterable[Run]) -> list[Summary]:
     """A row for each category and method of one model, then "all"; needs the baseline's runs."""
     cells: dict[Key, list[Run]] = {}
     for run in runs:
-        cells.setdefault((run.category, run.method, run.id), []).append(run)
+        cells.setdefault((run.category, run.method, run.prompt), []).append(run)
     categories = [*dict.fromkeys(category for category, _, _ in cells)]
     methods = [*dict.fromkeys(method for _, method, _ in cells)]
     groups = {category: [category] for category in categories}
@@ -84,7 +84,7 @@ def totals(rows: Iterable[Summary]) -> list[Summary]:
 
 def _summary(name: str, method: str, cells: dict[Key, list[Run]], keys: list[Key]) -> Summary:
     own = [median_per_token(cells[key]) for key in keys]
-    base = [median_per_token(cells[category, BASELINE, identity]) for category, _, identity in keys]
+    base = [median_per_token(cells[category, BASELINE, prompt]) for category, _, prompt in keys]
     runs = [run for key in keys for run in cells[key]]
     rounds = max(1, sum(run.rounds for run in runs))
     low, high = ratio_interval(base, own) or (None, None)

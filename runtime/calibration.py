@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 import time
@@ -35,6 +34,7 @@ MULTIPLES = (1, 2, 4)
 BASE = 24  # tokens before the probed ones
 RAGGED = ((5, 3, 1), (2, 4, 6), (1, 1, 1))  # new tokens of three rows, run after run
 TIMING_ROUNDS = 4
+SHORTEST, LONGEST = 1e-7, 1e5  # seconds that a run may be said to take
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +220,11 @@ def _load(path: Path) -> Calibration | None:
     try:
         raw = json.loads(path.read_text())
         multiple, costs = raw["width_multiple"], {int(width): float(cost) for width, cost in raw["costs"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None  # absent or damaged: the probe is repeated
-    sound = (multiple is None or multiple in MULTIPLES) and 1 in costs and set(costs) <= set(TIMED_WIDTHS)
-    if not sound or not all(math.isfinite(cost) and cost > 0 for cost in costs.values()):
+    known = multiple is None or (type(multiple) is int and multiple in MULTIPLES)
+    sound = known and 1 in costs and set(costs) <= set(TIMED_WIDTHS)
+    if not sound or not all(SHORTEST <= cost <= LONGEST for cost in costs.values()):
         return None
     return Calibration(multiple, costs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -97,6 +97,17 @@ class Drafting:
         elif base == "draft" and self.draft is None and self.heads.find(base) is None:
             train = f"`specrun train draft --model {self._bundle.manifest.name}`"
             raise UsageError(f"Method '{method}' needs a draft model: give one with --draft, or make one with {train}.")
+
+    def digests(self, methods: Iterable[str]) -> dict[str, str]:
+        """By "draft", "medusa" and "eagle", the digest of what drafts for those of the methods that it serves."""
+        found = {}
+        for base in sorted({method.partition("+")[0] for method in methods} & {"draft", *HEAD_METHODS}):
+            speculator = self.heads.find(base)
+            if base == "draft" and self.draft is not None:
+                found[base] = self.draft.bundle.digest
+            elif speculator is not None:
+                found[base] = speculator.digest
+        return found
 
     def new_table(self) -> NgramTable:
         """An empty table for this model."""

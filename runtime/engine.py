@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Final, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from specrun.runtime.chooser import Chooser
 from specrun.runtime.drafting import Drafting
 from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
+from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.proposal import Proposer
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
@@ -37,6 +38,9 @@ from specrun.runtime.tuning import Tuning, load_tuning
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
+
+STEEPEST: Final = 8.0
+"""How many times the time a byte of weights takes a byte of KV may take: attention reads it less evenly."""
 
 
 class Engine:
@@ -72,7 +76,7 @@ class Engine:
         self.calibration = calibrate(bundle, self.threads, self._open_session)
         self.target = self._open_session(1, self.calibration.rule)
         self.tuning = load_tuning(bundle, self.threads)
-        self._costs = self.target.costs = RoundCosts(self.calibration.cost, self.tuning.beyond)
+        self._begin_costs()
         self.drafting = Drafting(bundle, draft, self.threads, device, self.tuning)
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
@@ -188,7 +192,7 @@ class Engine:
         with self._exclusive():
             self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True)
             self.target.width_rule = self.calibration.rule
-            self._costs = self.target.costs = RoundCosts(self.calibration.cost, self.tuning.beyond)
+            self._begin_costs()
         return self.calibration
 
     def learnt(self) -> Tuning:
@@ -200,7 +204,7 @@ class Engine:
         self.reset()
         with self._exclusive():
             self.tuning = tuning
-            self._costs = self.target.costs = RoundCosts(self.calibration.cost, tuning.beyond)
+            self._begin_costs()
             self.drafting.begin_from(tuning)
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -305,6 +309,14 @@ class Engine:
         """
         self._target_tokens = list(committed[: min(self.target.length, len(committed) - 1)])
         self.drafting.finish(request, committed, drafted=drafted)
+
+    def _begin_costs(self) -> None:
+        """Costs as calibrated and tuned. A run reads the weights once, and of each token of text its KV."""
+        plain = self.calibration.cost(1)
+        read = KVShape.of_bundle(self.bundle).kv_bytes(1) / max(1, self.bundle.weights_bytes)
+        self._costs = self.target.costs = RoundCosts(
+            self.calibration.cost, self.tuning.beyond, steepest=STEEPEST * read * plain
+        )
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ _BOUNDS: Final = tuple(map(math.log, (0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.
 _CHANCES: Final = (0.012, 0.05, 0.10, 0.18, 0.30, 0.44, 0.58, 0.71, 0.82, 0.91, 0.96)
 _OPINION_WEIGHT: Final = 0.7  # head and n-grams look at one text, so their opinions are not independent
 _LEARNING_RATE: Final = 0.2  # of opinions
+_MOST_OPINION: Final = 20.0  # either way: more would change no chance
 _TRUST_STRENGTH: Final = 3.0  # candidates that the first trust, 1, is worth
 _TRUST_MEMORY: Final = 0.98
 _MOST_TRUST: Final = 1.25
@@ -38,13 +39,15 @@ class Learnt:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Learnt:
-        """From JSON; raises ValueError, KeyError or TypeError for anything else than what was written there."""
+        """From JSON; raises ValueError, KeyError, TypeError or OverflowError for what was not written there."""
         by_rank, by_sureness = (
             tuple(tuple(map(float, row)) for row in raw[name]) for name in ("by_rank", "by_sureness")
         )
         opinions = tuple(map(float, raw["opinions"]))
         chances = [chance for row in (*by_rank, *by_sureness) for chance in row]
-        if not all(0.0 <= chance <= 1.0 for chance in chances) or not all(map(math.isfinite, opinions)):
+        if not all(0.0 <= chance <= 1.0 for chance in chances) or not all(
+            -_MOST_OPINION <= opinion <= _MOST_OPINION for opinion in opinions
+        ):
             raise ValueError("these are no chances")
         if any(len(row) != len(_CHANCES) for row in by_sureness) or len(opinions) != len(_CHANCES) + 1:
             raise ValueError("these are chances of other cells")
@@ -128,7 +131,8 @@ class HeadEstimate:
 
     def learn_pooled(self, opinion: int, chance: float, stood: bool) -> None:
         """A token with this pooled chance stood, or did not."""
-        self._opinions[opinion] += _LEARNING_RATE * (stood - chance)
+        moved = self._opinions[opinion] + _LEARNING_RATE * (stood - chance)
+        self._opinions[opinion] = min(max(moved, -_MOST_OPINION), _MOST_OPINION)
 
     def learn(self, depth: int, rank: int, sureness: float, stood: bool) -> None:
         """A child of a node at `depth` that was reached stood, or did not."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import os
+import re
+import struct
 import tempfile
 import zipfile
 from array import array
@@ -27,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.models_cache.errors import CacheError, IntegrityError, UsageError
-from specrun.runtime.ngram_pool import NgramPool
+from specrun.runtime.ngram_pool import KEYS, NgramPool
+from specrun.runtime.proposal import MAX_NODES
 
 __all__ = ["Agreement", "Match", "NgramTable"]
 
@@ -35,8 +37,8 @@ _FORMAT: Final = 2  # 1 had no pool
 _TOKEN_BITS: Final = 32
 _TOKEN_END: Final = 2**_TOKEN_BITS - 1  # token + 1 must fit into the bits
 _NONE: Final = -1
-_FILE_END: Final = 64 << 20
-
+_FILE_END: Final = 16 << 20
+_HEADER: Final = re.compile(rb"\{'descr': '([<>|=]\w\d)', 'fortran_order': False, 'shape': \((\d{0,9}),?\), \} *\n")
 
 LONGEST_MATCH: Final = 32
 CANDIDATES: Final = 8
@@ -84,20 +86,20 @@ def _member(archive: zipfile.ZipFile, name: str, dtype: type[np.generic], dimens
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
     data = archive.read(info)  # checks the CRC
-    stream = io.BytesIO(data)
-    if np.lib.format.read_magic(stream) != (1, 0):
+    if data[:8] != b"\x93NUMPY\x01\x00":
         raise ValueError(f"{name} has another version")
-    shape, _, found = np.lib.format.read_array_header_1_0(stream)
-    if found != np.dtype(dtype) or len(shape) != dimensions:
-        raise ValueError(f"{name} holds {found} {shape}")
-    values = np.frombuffer(data, found, offset=stream.tell())
-    if values.size != math.prod(shape):
-        raise ValueError(f"{name} has {values.size} values, not {math.prod(shape)}")
+    start = 10 + int.from_bytes(data[8:10], "little")
+    header = _HEADER.fullmatch(data[10:start])  # numpy's own reader fails in many ways
+    if header is None or np.dtype(header[1].decode()) != np.dtype(dtype) or (header[2] != b"") != (dimensions == 1):
+        raise ValueError(f"{name} holds other values")
+    values = np.frombuffer(data, dtype, offset=start)
+    if values.size != int(header[2] or 1):
+        raise ValueError(f"{name} has {values.size} values, not {int(header[2] or 1)}")
     return values
 
 
-def _read(file: BinaryIO, vocabulary: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The texts and the pool of a file that `NgramTable.save` wrote, as lists of tokens.
+def _read(file: BinaryIO, vocabulary: int) -> tuple[_Lists, _Lists]:
+    """The texts and the pool of a file that `NgramTable.save` wrote.
 
     ValueError and the errors of zipfile if it is anything else.
     """
@@ -109,22 +111,43 @@ def _read(file: BinaryIO, vocabulary: int) -> tuple[list[list[int]], list[list[i
         if version not in (1, _FORMAT):
             raise ValueError(f"format {version}, not {_FORMAT}")
         texts = _lists(archive, "tokens.npy", "lengths.npy", vocabulary)
-        grams = _lists(archive, "pool.npy", "pool_lengths.npy", vocabulary) if version == _FORMAT else []
-    if any(len(gram) < 2 for gram in grams):
-        raise ValueError("the pool has an n-gram of one token")
+        empty = _Lists(np.zeros(0, np.uint32), np.zeros(0, np.int64))
+        grams = _lists(archive, "pool.npy", "pool_lengths.npy", vocabulary) if version == _FORMAT else empty
+    sizes = grams.lengths
+    if sizes.size > KEYS * MAX_NODES or (sizes.size and not 2 <= int(sizes.min()) <= int(sizes.max()) <= MAX_NODES):
+        raise ValueError("the pool has other n-grams than are kept")
     return texts, grams
 
 
-def _lists(archive: zipfile.ZipFile, tokens_name: str, lengths_name: str, vocabulary: int) -> list[list[int]]:
-    """Lists of tokens that were written one behind the other, with their lengths."""
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Lists of tokens that were written one behind the other, with their lengths; made into lists one by one."""
+
+    tokens: npt.NDArray[np.uint32]
+    lengths: npt.NDArray[np.int64]
+
+    def newest(self, most: int) -> Iterator[list[int]]:
+        """The last ones of up to `most` tokens together, the oldest first; of a longer last one its end."""
+        ends = np.cumsum(self.lengths)
+        total = int(self.tokens.size)
+        first = int(np.searchsorted(ends, max(0, total - most)))  # ends there, or holds the first token that is taken
+        for length, end in zip(self.lengths[first:].tolist(), ends[first:].tolist(), strict=True):
+            start = end - length
+            if start >= total - most:
+                yield self.tokens[start:end].tolist()
+            elif end == total:
+                yield self.tokens[total - most : end].tolist()
+
+
+def _lists(archive: zipfile.ZipFile, tokens_name: str, lengths_name: str, vocabulary: int) -> _Lists:
     tokens, lengths = _member(archive, tokens_name, np.uint32, 1), _member(archive, lengths_name, np.int64, 1)
-    ends = list(itertools.accumulate(lengths.tolist()))
-    if (lengths.size and int(lengths.min()) < 1) or (ends[-1] if ends else 0) != tokens.size:
+    if lengths.size and not 1 <= int(lengths.min()) <= int(lengths.max()) <= tokens.size:
+        raise ValueError("there are lists without tokens, or with more than there are")
+    if int(lengths.sum()) != tokens.size:
         raise ValueError("the lengths do not add up")
     if tokens.size and int(tokens.max()) >= vocabulary:
         raise ValueError(f"token {int(tokens.max())} is outside a vocabulary of {vocabulary}")
-    ids = tokens.tolist()
-    return [ids[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+    return _Lists(tokens, lengths)
 
 
 class NgramTable:
@@ -347,10 +370,10 @@ class NgramTable:
                 texts, grams = _read(file, tokens)
         except OSError as error:
             raise CacheError(f"Cannot read {path}: {error.strerror}.") from error
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
+        except (ValueError, KeyError, TypeError, EOFError, struct.error, zipfile.BadZipFile, RuntimeError) as error:
             raise IntegrityError(f"{path} is not a table of earlier texts ({error}): name another file.") from error
-        for text in texts:
+        for text in texts.newest(earlier_tokens):
             table.add_text(text)
-        for token, *gram in grams:
-            table.pool.add(token, tuple(gram), len(grams))
+        for token, *gram in grams.newest(int(grams.tokens.size)):
+            table.pool.add(token, tuple(gram), MAX_NODES)
         return table

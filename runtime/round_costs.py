@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -17,12 +18,15 @@ class RoundCosts:
     """Costs in seconds that follow what is seen. table(width): of a run behind a short text, as calibrated.
 
     Attention makes a run dearer in proportion to the text before it, and by how much depends on the model and the
-    machine: the slope is the least-squares one over the runs so far, the latest counting most. slope: where it begins.
+    machine: the slope is the least-squares one over the runs so far, the latest counting most. slope: where it begins;
+    steepest: what of it can be, so that runs behind a short text on a busy machine are not taken for a slope.
     The rest of a round, judging and committing, costs the same for few draft tokens as for many.
     """
 
-    def __init__(self, table: Callable[[int], float], slope: float = 0.0) -> None:
+    def __init__(self, table: Callable[[int], float], slope: float = 0.0, *, steepest: float = math.inf) -> None:
         self._table = table
+        self._steepest = steepest
+        slope = min(slope, steepest)
         self._products, self._squares = slope * _CAUTION, _CAUTION
         self._rest = 0.0
 
@@ -44,7 +48,7 @@ class RoundCosts:
         if width > _WIDEST:
             return
         expected = self._table(width)
-        more = min(seconds, _MOST * expected) - expected
+        more = min(min(seconds, _MOST * expected) - expected, self._steepest * length)
         self._products = _MEMORY * self._products + more * length
         self._squares = _MEMORY * self._squares + float(length) ** 2
 

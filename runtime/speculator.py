@@ -136,7 +136,8 @@ class MedusaSession(_HeadSession):
         super().__init__(name, onnx_session, draft_vocabulary)
         self.heads = heads
         self._width = feature_width
-        check_shapes(name, onnx_session, {"features": (None, feature_width), "noise": (None, draft_vocabulary)})
+        shapes = {"features": (None, feature_width), "noise": (None, draft_vocabulary)}
+        check_shapes(name, onnx_session, shapes | {"tokens": (heads, None), "logits": (heads, draft_vocabulary)})
         self._reads_token = any(value.name == "input_ids" for value in onnx_session.get_inputs())
 
     @property
@@ -204,6 +205,7 @@ class EagleSession(_HeadSession):
             "past_key": (1, kv_heads, None, head_dim),
             "past_value": (1, kv_heads, None, head_dim),
             "noise": (None, draft_vocabulary),
+            "logits": (None, draft_vocabulary),
         }
         check_shapes(name, onnx_session, shapes)
         self._width, self._hidden_size, self._positions = feature_width, hidden, positions
@@ -342,13 +344,13 @@ class EagleSession(_HeadSession):
 
 
 def check_shapes(name: str, onnx_session: Any, wanted: dict[str, tuple[int | None, ...]]) -> None:
-    """Raise ManifestError if inputs of the graph are missing or have other sizes than the manifest says."""
-    found = {value.name: value.shape for value in onnx_session.get_inputs()}
-    for input_name, sizes in wanted.items():
-        shape = found.get(input_name)
+    """Raise ManifestError if inputs or outputs of the graph are missing or have other sizes than the manifest says."""
+    found = {value.name: value.shape for value in (*onnx_session.get_inputs(), *onnx_session.get_outputs())}
+    for value_name, sizes in wanted.items():
+        shape = found.get(value_name)
         fits = shape is not None and len(shape) == len(sizes)
         if not fits or any(size is not None and size != other for size, other in zip(sizes, shape or (), strict=True)):
-            raise ManifestError(f"The manifest of {name} does not describe its graph ({input_name}): make it again.")
+            raise ManifestError(f"The manifest of {name} does not describe its graph ({value_name}): make it again.")
 
 
 def _timed_cold(run: Any) -> float:

@@ -138,7 +138,7 @@ class _Timer:
         return run
 
     def _text(self, prompt: BenchPrompt) -> tuple[int, ...]:
-        if prompt.id not in self._texts:
+        if prompt.digest not in self._texts:
             needed, most = len(self._engine.encode(prompt.prompt)) + self.longest, self._engine.context
             if needed > most:
                 raise UsageError(
@@ -146,8 +146,8 @@ class _Timer:
                     "--max-tokens."
                 )
             result = self._engine.generate(prompt.prompt, method="none", max_tokens=self.longest, ignore_eos=True)
-            self._texts[prompt.id] = result.token_ids
-        return self._texts[prompt.id]
+            self._texts[prompt.digest] = result.token_ids
+        return self._texts[prompt.digest]
 
 
 def default_method(engine: Engine) -> str:
@@ -204,13 +204,13 @@ def summarise_synthetic(runs: Iterable[Run]) -> list[SyntheticCell]:
 
     Times are medians over the repeats of a prompt, each prompt weighing by its rounds.
     """
-    by_label: dict[str, dict[str, list[Run]]] = {}
+    by_label: dict[str, dict[tuple[str, str], list[Run]]] = {}
     for run in runs:
-        by_label.setdefault(run.method, {}).setdefault(run.id, []).append(run)
+        by_label.setdefault(run.method, {}).setdefault(run.prompt, []).append(run)
     return [_cell(label, by_label) for label in by_label if "@" in label]
 
 
-def _cell(label: str, by_label: dict[str, dict[str, list[Run]]]) -> SyntheticCell:
+def _cell(label: str, by_label: dict[str, dict[tuple[str, str], list[Run]]]) -> SyntheticCell:
     method, _, rest = label.partition(":")
     k, acceptance = _numbers(rest)
     own = by_label[label]
@@ -251,7 +251,7 @@ def _cell(label: str, by_label: dict[str, dict[str, list[Run]]]) -> SyntheticCel
     )
 
 
-def _part(costs: dict[str, list[Run]], ids: Sequence[str], part: str) -> float:
+def _part(costs: dict[tuple[str, str], list[Run]], ids: Sequence[tuple[str, str]], part: str) -> float:
     """Seconds a round of one part: the median over repeats, averaged over prompts."""
 
     def seconds(run: Run) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,9 +12,12 @@ from specrun.models_cache.layout import Bundle
 from specrun.runtime.calibration import kept_path, write_kept
 from specrun.runtime.head_estimate import Learnt
 from specrun.runtime.proposers.ngram import PRIORS, Cell
+from specrun.runtime.request import METHODS
 
 VERSION: Final = 2
 _NOISE: Final = 0.95  # of two methods whose times differ by less, another run may find the other one faster
+_MOST: Final = 1e12  # of any figure
+_INSTANT: Final = 1e-9  # seconds that a token takes at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def load_tuning(bundle: Bundle, threads: int) -> Tuning:
     """The kept tuning; `UNTUNED` where there is none, or one that cannot be read."""
     try:
         return _read(json.loads(tuning_path(bundle, threads).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return UNTUNED
 
 
@@ -89,21 +91,29 @@ def save_tuning(bundle: Bundle, threads: int, tuning: Tuning) -> Path:
 
 
 def _read(raw: Mapping[str, Any]) -> Tuning:
-    """Raises ValueError, KeyError or TypeError for anything that `save_tuning` does not write."""
+    """Raises ValueError, KeyError, TypeError or OverflowError for anything that `save_tuning` does not write."""
     methods = {}
     for name, figures in raw["methods"].items():
         acceptance = tuple(_number(chance, 1.0) for chance in figures.pop("acceptance"))
-        methods[str(name)] = MethodFigures(
-            int(figures.pop("tokens")), **{key: _number(value) for key, value in figures.items()}, acceptance=acceptance
-        )
+        tokens, seconds = _count(figures.pop("tokens")), _number(figures.pop("seconds_per_token"), least=_INSTANT)
+        if name not in METHODS:
+            raise ValueError(f"there is no method {name!r}")
+        rest = {key: _number(value) for key, value in figures.items()}
+        methods[name] = MethodFigures(tokens, seconds, **rest, acceptance=acceptance)
     chances = {(length, agreement): _number(chance, 1.0) for length, agreement, chance in raw["ngram"]}
     ngram = {cell: chances[cell] for cell in PRIORS} if chances else {}
     heads = {str(digest): Learnt.read(learnt) for digest, learnt in raw["heads"].items()}
     lifts = {str(method): tuple(_number(lift, 10.0) for lift in values) for method, values in raw["lifts"].items()}
-    return Tuning(methods, _number(raw["beyond"]), ngram, heads, int(raw["prompts"]), lifts)
+    return Tuning(methods, _number(raw["beyond"]), ngram, heads, _count(raw["prompts"]), lifts)
 
 
-def _number(value: Any, most: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= most or value == math.inf:
-        raise ValueError(f"{value!r} is no such number")
+def _number(value: Any, most: float = _MOST, *, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError("this is no such number")
     return float(value)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int):
+        raise ValueError("this is no whole number")
+    return int(_number(value))

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from html import escape
+from typing import Final
 
 from specrun.export.speculator_weights import Speculator
+from specrun.models_cache.errors import IntegrityError
+from specrun.models_cache.strictjson import StrictJsonError, decode
+
+_MOST: Final = 1e15  # of any number of a report
 
 _WIDTH, _HEIGHT = 720, 300
 _LEFT, _TOP, _PLOT_WIDTH, _PLOT_HEIGHT = 56, 48, 270, 190
 _COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#8e6c8a")
 _RANKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What a report says of the trainings until then; curve: (tokens trained on, loss, MAT) points."""
+
+    tokens_seen: int = 0
+    minutes: float = 0.0
+    curve: tuple[tuple[float, ...], ...] = ()
+
+
+def read_earlier(start: Speculator | None) -> Earlier:
+    """Of the trainings that `start` comes from; zeros for fresh weights, and for weights that were imported.
+
+    Raises IntegrityError for figures that no training writes.
+    """
+    if start is None:
+        return Earlier()
+    names = [field.name for field in fields(Earlier)]
+    try:
+        earlier: Earlier = decode(Earlier, {name: start.report[name] for name in names if name in start.report})
+        numbers = [earlier.tokens_seen, earlier.minutes, *itertools.chain(*earlier.curve)]
+        if any(len(point) != 3 for point in earlier.curve) or not all(0 <= number <= _MOST for number in numbers):
+            raise StrictJsonError("its curve or a number of it is none")
+    except (StrictJsonError, RecursionError) as error:
+        raise IntegrityError(
+            f"The report of speculator {start.name!r} is not valid ({error}): train without --from."
+        ) from None
+    return replace(earlier, curve=tuple((int(point[0]), *point[1:]) for point in earlier.curve))
 
 
 def draw_report(speculator: Speculator) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from specrun.export.training.batches import Batch
 from specrun.export.training.draft import DraftModel
 from specrun.export.training.eagle import EagleModel
 from specrun.export.training.medusa import MedusaModel
-from specrun.export.training.report import draw_report
+from specrun.export.training.report import Earlier, draw_report, read_earlier
 from specrun.export.training.scores import Scores
 from specrun.export.training.target_parts import TargetParts
 from specrun.export.training.text_store import TextStore
@@ -106,9 +107,14 @@ def train_speculator(
     with its vocabulary, instead of fresh ones. keep_features: whether what the target computed
     over the text stays on disk for the next training; otherwise it is computed again when it is needed.
     Raises UnsupportedModelError for a bundle without features, UsageError for settings that do not fit or a name that
-    is taken (unless `force`), CacheError where the disk is too small.
+    is taken (unless `force`), IntegrityError for a start with a damaged report, CacheError where the disk is too small.
     """
     report = progress or no_progress
+    if passes is not None and not 0.0 < passes < math.inf:
+        raise UsageError(f"passes must be above 0 and finite, not {passes}.")
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"seed must be from 0 to 2**63 - 1, not {seed}.")
+    earlier = read_earlier(start)
     name = check_bundle_name(method if name is None else name)
     feature_width(bundle)
     ends = read_target_ends(bundle)
@@ -155,7 +161,7 @@ def train_speculator(
             taps=taps,
             config=config,
             acceptance=tuple(map(tuple, scores.acceptance())),
-            report=_report(scores, trainer, store, start),
+            report=_report(scores, trainer, store, earlier),
             tensors=tensors,
         )
         picture = draw_report(speculator).encode("utf-8")
@@ -337,12 +343,11 @@ def _target(bundle: Bundle) -> SpeculatorTarget:
     return SpeculatorTarget(manifest.name, sizes.hidden, sizes.layers, sizes.vocabulary, manifest.source.files)
 
 
-def _report(scores: Scores, trainer: Trainer, store: TextStore, start: Speculator | None) -> dict[str, Any]:
+def _report(scores: Scores, trainer: Trainer, store: TextStore, earlier: Earlier) -> dict[str, Any]:
     """Tokens, minutes and the curve count from the first training, where this one went on from another."""
     options = trainer.options
-    before = {} if start is None else start.report
-    seen = before.get("tokens_seen", 0)
-    curve = [list(point) for point in before.get("curve", ())]
+    seen = earlier.tokens_seen
+    curve = [list(point) for point in earlier.curve]
     curve += [[seen + tokens, *rest] for tokens, *rest in trainer.state.curve]
     return {
         "text_tokens": store.tokens(),
@@ -351,7 +356,7 @@ def _report(scores: Scores, trainer: Trainer, store: TextStore, start: Speculato
         "passes": options.passes,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
-        "minutes": round(before.get("minutes", 0.0) + trainer.state.seconds / 60, 1),
+        "minutes": round(earlier.minutes + trainer.state.seconds / 60, 1),
         "held_out": {
             "places": int(scores.counts[0, 0]),
             "mean_accepted_tokens": round(scores.mean_accepted_tokens(), 3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -189,7 +190,7 @@ class Trainer:
         try:
             with safe_open(self.checkpoint, framework="pt") as file:
                 metadata = file.metadata() or {}
-                if metadata.get("identity", self._identity) != self._identity:
+                if metadata["identity"] != self._identity:
                     raise UsageError(
                         f"{self.checkpoint} is of a training with other settings or other text: "
                         "repeat its settings, or pass --restart to begin anew."
@@ -201,7 +202,7 @@ class Trainer:
                 if not all(torch.isfinite(value).all() for value in weights.values()):
                     raise ValueError("its tensors hold values that are not finite")
                 self.state = self._read_state(metadata["state"])
-        except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
             if isinstance(error, UsageError):
                 raise
             raise IntegrityError(
@@ -215,6 +216,8 @@ class Trainer:
         raw = json.loads(text)
         step, seconds = int(raw["step"]), float(raw["seconds"])
         curve = [(int(tokens), float(loss), float(rate)) for tokens, loss, rate in raw["curve"]]
+        if not all(map(math.isfinite, itertools.chain(*curve))):
+            raise ValueError("its curve holds values that are not finite")
         if not 0 <= step <= self.steps or not 0 <= seconds < math.inf:
             raise ValueError(f"it stands at step {step} of {self.steps}")
         return Progressed(step, seconds, curve)

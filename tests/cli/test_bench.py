@@ -167,6 +167,7 @@ def test_the_page(prompts: Path, tmp_path: Path) -> None:
         (("--synthetic-acceptance", "0.5", "--methods", "lookahead"), "not lookahead"),
         (("--methods", "all,none"), "all"),
         (("--report", "nowhere/report.html"), "nowhere"),
+        (("--report", f"{'x' * 300}.html"), "cannot be written"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], said: str) -> None:

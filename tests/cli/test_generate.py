@@ -137,11 +137,16 @@ class TestText:
         assert second["text"] == first["text"]
         assert second["speculation"]["accepted"] > first["speculation"]["accepted"]
 
-    def test_an_answer_is_not_lost_where_ngrams_cannot_be_kept(self, tmp_path: Path) -> None:
+    def test_ngrams_in_no_folder(self, tmp_path: Path) -> None:
         result = generate("--json", "--ngrams", str(tmp_path / "no such folder" / "table"), "Hello")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "no such folder: make it first" in result.stderr
+
+    def test_an_answer_is_not_lost_where_ngrams_cannot_be_kept(self, tmp_path: Path) -> None:
+        result = generate("--json", "--ngrams", str(tmp_path / ("x" * 250)), "Hello")
         assert result.exit_code == 1
         assert json.loads(result.stdout)["text"] == expected()
-        assert "no such folder" in result.stderr
+        assert "choose another folder" in result.stderr
 
     def test_a_damaged_ngrams_file(self, tmp_path: Path) -> None:
         path = tmp_path / "table.npz"

@@ -260,6 +260,52 @@ def test_going_on_from_a_speculator(table: Bundle) -> None:
     assert texts("eagle")[0] == plain
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens_seen": "x"},
+        {"tokens_seen": -1},
+        {"minutes": "q"},
+        {"curve": None},
+        {"curve": [["a", {}, []]]},
+        {"curve": [[1, 2]]},
+        {"curve": [[1, 2, 1e400]]},
+    ],
+)
+def test_going_on_from_a_report_that_cannot_be(
+    bare: Bundle, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """Found before any text is written."""
+    made = tiny_heads.speculator(bare, "medusa", MedusaConfig(1, 1))
+    start = dataclasses.replace(made, report={"tokens_seen": 5, "minutes": 1.0, "curve": [[5, 2.0, 1.5]]} | changes)
+    monkeypatch.setattr("specrun.export.speculator_weights.read_speculator", lambda path: start)
+    attach_speculator(bare, made)
+    line = refused(1, "medusa", "--from", "medusa", "--force")
+    assert "The report of speculator 'medusa' is not valid" in line
+    assert "train without --from" in line
+    assert not (isolated_home / "training").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--passes", "nan"),
+        ("--passes", "inf"),
+        ("--passes", "1e300"),
+        ("--passes", "0"),
+        ("--passes", "x"),
+        ("--seed", "99999999999999999999999"),
+        ("--seed", "-1"),
+    ],
+)
+def test_numbers_that_cannot_be(bare: Bundle, isolated_home: Path, arguments: tuple[str, ...]) -> None:
+    """Found before any text is written."""
+    result = train("medusa", *arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in result.stderr
+    assert not (isolated_home / "training").exists()
+
+
 def test_going_on_from_something_else(table: Bundle) -> None:
     assert train("medusa", "--passes", "1", "--keep-features").exit_code == 0
     assert "Speculator 'medusa' is not what `specrun train eagle` makes" in refused(2, "eagle", "--from", "medusa")

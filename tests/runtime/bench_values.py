@@ -13,6 +13,7 @@ def run(**changes: Any) -> Run:
     values: dict[str, Any] = {
         "model": "m",
         "id": "1",
+        "prompt_digest": "p",
         "category": "qa",
         "method": "baseline",
         "repeat": 0,

@@ -93,7 +93,7 @@ def test_every_method_is_warmed_up_and_only_once(engine: Engine, tmp_path: Path)
 
     def record(prompt: bench_runs.BenchPrompt, label: str, repeat: int, tokens: int | None) -> bench_runs.Run:
         timed.append((prompt.id, label, tokens))
-        return run(model="tgt", id=prompt.id, method=label, repeat=repeat)
+        return run(model="tgt", id=prompt.id, prompt_digest=prompt.digest, method=label, repeat=repeat)
 
     def call() -> bench_runs.Bench:
         output = tmp_path / "runs.jsonl"
@@ -135,7 +135,7 @@ def test_bench_files_of_other_settings_and_of_other_kinds(engine: Engine, tmp_pa
         with pytest.raises(UsageError, match="other settings"):
             run_bench(engine, BENCH_PROMPTS[:1], **options)
     old = json.dumps({"settings": {"model": "tgt", "max_tokens": 4}, "started": "2026-11-29 10:00"})
-    for content in ("something else\n", "3\n", "[]\n", "", "\n", rest[0] + "\n", f"{head}\n3\n", old + "\n", head[:30]):
+    for content in ("something else\n", "some", "3\n", "[]\n", "\n", rest[0] + "\n", f"{head}\n3\n", old + "\n"):
         output.write_text(content)
         with pytest.raises(IntegrityError, match=r"runs\.jsonl"):
             run_bench(engine, BENCH_PROMPTS[:1], **options)
@@ -285,7 +285,18 @@ def test_axes(models: TinyModels, tmp_path: Path) -> None:
     assert (model.training_tokens, model.training_minutes) == (None, None)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"report": 3}', '{"report": {"tokens_seen": "x", "minutes": []}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"report": 3}',
+        '{"report": {"tokens_seen": "x", "minutes": []}}',
+        '{"report": {"tokens_seen": -1, "minutes": 1' + "0" * 400 + "}}",
+        '{"report": {"minutes": NaN}}',
+        "[" * 100_000,
+    ],
+)
 def test_a_report_that_says_nothing(models: TinyModels, tmp_path: Path, content: str) -> None:
     found = dataclasses.replace(find_speculator(models.bundle("heads"), "eagle"), path=tmp_path)
     assert training_cost(found) == (None, None)

@@ -73,3 +73,27 @@ def test_files_that_the_manifest_does_not_list_are_not_read(
     (folder / name).symlink_to(outside)
     with pytest.raises(ManifestError, match=f"does not list {name}"):
         Engine(load_bundle(folder), threads=1)
+
+
+@pytest.mark.parametrize(
+    ("speculator", "name", "change"),
+    [
+        ("medusa", "depth", -1),
+        ("medusa", "depth", 1),
+        ("medusa", "depth", 10**9),
+        ("eagle", "kv_heads", 1),
+        ("eagle", "head_dim", 2),
+    ],
+)
+def test_sizes_that_are_not_those_of_a_speculators_graph(
+    models: TinyModels, tmp_path: Path, speculator: str, name: str, change: int
+) -> None:
+    """Found when it is loaded, before anything runs."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(models.bundle("heads").path, folder)
+    file = folder / "speculators" / speculator / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["sizes"][name] += change
+    file.write_text(json.dumps(manifest))
+    with Engine(load_bundle(folder), threads=1) as engine, pytest.raises(ManifestError, match="does not describe its"):
+        engine.generate("x", method=speculator, max_tokens=4)

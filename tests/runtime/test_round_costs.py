@@ -57,6 +57,20 @@ def test_one_disturbed_run_counts_for_a_few_times_the_table_at_most() -> None:
     assert disturbed.beyond(1000) == capped.beyond(1000)
 
 
+def test_runs_behind_short_texts_on_a_busy_machine_are_no_steep_slope() -> None:
+    """Those runs are dearer whatever the length; what is found is bounded, and the true slope comes soon after."""
+    busy, free = RoundCosts(table, steepest=1e-5), RoundCosts(table)
+    for run in range(60):
+        for costs in (busy, free):
+            costs.note(1 + run % 5, 20 + run, 3 * table(1 + run % 5))
+    assert free.slope > 5e-5
+    assert 0.0 < busy.slope <= 1e-5
+    for run in range(60):
+        busy.note(1 + run % 5, 600, table(1 + run % 5) + 2e-6 * 600)
+    assert busy.slope == pytest.approx(2e-6, rel=0.05)
+    assert RoundCosts(table, 1.0, steepest=1e-5).slope == pytest.approx(1e-5)
+
+
 def test_a_chunk_of_a_prompt_is_no_round() -> None:
     costs = after(60, 4e-6)
     before = costs.beyond(1000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -146,6 +146,14 @@ def test_kept_and_read_again(engine: Engine) -> None:
         lambda raw: raw["methods"].__setitem__("none", {}),
         lambda raw: raw["heads"]["abc"]["opinions"].pop(),
         lambda raw: raw["heads"]["abc"]["by_sureness"][0].__setitem__(0, 2.0),
+        lambda raw: raw["heads"]["abc"]["opinions"].__setitem__(0, -1e308),
+        lambda raw: raw["heads"]["abc"]["opinions"].__setitem__(0, 10**400),
+        lambda raw: raw["heads"]["abc"]["opinions"].__setitem__(0, 21.0),
+        lambda raw: raw.__setitem__("beyond", 10**400),
+        lambda raw: raw.__setitem__("prompts", float("inf")),
+        lambda raw: raw["methods"]["none"].__setitem__("tokens", float("inf")),
+        lambda raw: raw["methods"]["none"].__setitem__("seconds_per_token", 0.0),
+        lambda raw: raw["methods"].__setitem__("\ud800", dict(raw["methods"]["none"], acceptance=[])),
     ],
 )
 def test_what_cannot_be_read_is_as_nothing(engine: Engine, harm: object) -> None:
@@ -156,14 +164,25 @@ def test_what_cannot_be_read_is_as_nothing(engine: Engine, harm: object) -> None
     harm(raw)  # type: ignore[operator]
     path.write_text(json.dumps(raw), encoding="utf-8")
     assert load_tuning(engine.bundle, 1) == UNTUNED
-    path.write_bytes(b"\xff{")
-    assert load_tuning(engine.bundle, 1) == UNTUNED
+    for content in (b"\xff{", b"[" * 100_000):
+        path.write_bytes(content)
+        assert load_tuning(engine.bundle, 1) == UNTUNED
 
 
 def test_what_was_learnt_of_another_head_does_not_fit() -> None:
     other = HeadEstimate(((0.9,), (0.8,), (0.7,))).learnt
     assert not other.fits(ACCEPTANCE)
     assert HeadEstimate(ACCEPTANCE, other).learnt == HeadEstimate(ACCEPTANCE).learnt
+
+
+def test_opinions_stay_within_what_is_read_again() -> None:
+    for stood in (True, False):
+        estimate = HeadEstimate(ACCEPTANCE)
+        for _ in range(200):
+            estimate.learn_pooled(0, float(not stood), stood)
+        learnt = estimate.learnt
+        assert abs(learnt.opinions[0]) == 20.0
+        assert Learnt.read(json.loads(json.dumps(asdict(learnt)))) == learnt
 
 
 def test_chances_are_checked() -> None:
@@ -178,3 +197,15 @@ def test_every_setting_has_a_file_of_its_own(models: TinyModels) -> None:
     bundle = models.bundle("heads")
     paths = {tuning_path(bundle, 1), tuning_path(bundle, 2), tuning_path(models.bundle("tgt-int8"), 1)}
     assert len(paths) == 3
+
+
+def test_a_kept_slope_that_cannot_be_is_bounded(models: TinyModels) -> None:
+    """A token of text costs at most what reading its KV as slowly as an eighth of the weights' speed would."""
+    engine = models.engine("heads")
+    sizes = engine.bundle.manifest.sizes
+    kv = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * 4
+    engine.begin_from(Tuning({}, beyond=1.0))
+    most = 8 * kv / engine.bundle.weights_bytes * engine.calibration.cost(1)
+    assert engine.learnt().beyond == pytest.approx(most)
+    engine.begin_from(Tuning({}, beyond=most / 2))
+    assert engine.learnt().beyond == pytest.approx(most / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,10 +164,15 @@ def test_a_checkpoint_of_other_settings(parts: TargetParts, store: TextStore, tm
 
 def _tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object], **metadata: str) -> None:
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         kept = dict(file.metadata())
+    tensors = _loaded(path)
     change(tensors)
     save_file(tensors, path, metadata=kept | metadata)
+
+
+def _loaded(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _state(**changes: Any) -> str:
@@ -184,6 +190,11 @@ HARMS: dict[str, Callable[[Path], None]] = {
     "step": lambda path: _tensors(path, lambda tensors: None, state=_state(step=10**9)),
     "seconds": lambda path: _tensors(path, lambda tensors: None, state=_state(seconds="soon")),
     "curve": lambda path: _tensors(path, lambda tensors: None, state=_state(curve=[[1, 2]])),
+    "endless step": lambda path: _tensors(path, lambda tensors: None, state=_state(step=1).replace("1,", "1e400,", 1)),
+    "long seconds": lambda path: _tensors(path, lambda tensors: None, state=_state(seconds=10**400)),
+    "nested": lambda path: _tensors(path, lambda tensors: None, state="[" * 100_000),
+    "curve of no numbers": lambda path: _tensors(path, lambda tensors: None, state=_state(curve=[[1, math.nan, 1.0]])),
+    "no identity": lambda path: save_file(_loaded(path), path, metadata={"state": _state()}),
     "no object": lambda path: _tensors(path, lambda tensors: None, state="[1"),
 }
 
