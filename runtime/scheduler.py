@@ -137,13 +137,13 @@ class Scheduler:
             own = logits[row.slot - first, most - 1 - len(proposal) :]
             try:
                 row.advance(RunAnswer(proposal, own, seconds / len(rows)))
-            except SpecrunError as error:
+            except BaseException as error:
+                if isinstance(error, BackendError) or not isinstance(error, SpecrunError):
+                    self._rows += rows[place:]  # to be closed
+                    raise
                 row.close()
                 ended.append(self._failed(row.index, error))
                 continue
-            except BaseException:
-                self._rows += rows[place:]  # to be closed
-                raise
             if row.request is None:
                 ended.append(self._ended(row))
             else:
