@@ -9,14 +9,20 @@ The path of a request: `engine` -> `stream` -> `loop`, which asks `proposers` fo
 """
 
 from specrun.runtime.backend import share_threads
+from specrun.runtime.batch import BatchAnswer, BatchEngine, BatchRequest, BatchStats
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.engine import Engine
 from specrun.runtime.request import METHODS, RequestOptions
 from specrun.runtime.result import Memory, Result, SpeculationStats, Timings, Token, Usage
-from specrun.runtime.stream import Piece, Stream
+from specrun.runtime.running import Piece
+from specrun.runtime.stream import Stream
 
 __all__ = [
     "METHODS",
+    "BatchAnswer",
+    "BatchEngine",
+    "BatchRequest",
+    "BatchStats",
     "ChatSession",
     "Engine",
     "Memory",

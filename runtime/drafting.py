@@ -23,6 +23,7 @@ from specrun.runtime.proposers import draft as draft_method
 from specrun.runtime.proposers import ngram as ngram_method
 from specrun.runtime.proposers.combined import CombinedProposer
 from specrun.runtime.proposers.lookahead import LookaheadProposer
+from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import METHODS, Request
 from specrun.runtime.round_costs import RoundCosts
 from specrun.runtime.session import ModelSession, session_opener
@@ -149,6 +150,14 @@ class Drafting:
         else:
             other = self._draft_proposer(request, chooser, costs)
         return CombinedProposer(ngram, other, self.heads.lift(base), fixed=fixed is not None) if second else other
+
+    def row_proposer(self, request: Request) -> OfferedNgrams | None:
+        """The proposer of a request in a row of a batch, by method "ngram" or "none": its width is chosen later."""
+        fixed = request.options.draft_length
+        if request.method == "none" or fixed == 0:
+            return None
+        planner = DraftLengthPlanner(lambda width: 1.0, fixed=fixed)
+        return OfferedNgrams(ngram_method.NgramProposer(self.table.beside(), planner, self._ngram_estimate))
 
     def finish(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.models_cache.errors import ManifestError
+from specrun.runtime.proposal import Proposer
+from specrun.runtime.target_run import TargetRow
 
 _LEAST_DROP = 128  # rows: dropping moves all others
 
@@ -72,3 +74,20 @@ class FeatureRows:
             kept = self.end - self.start - drop
             self._rows[:kept] = self._rows[drop : drop + kept].copy()
             self.start += drop
+
+
+def hand_features(
+    target: TargetRow, proposer: Proposer | None, root: int, end: int, path: Sequence[int] = (), nodes: int = 0
+) -> None:
+    """Hand over what the last run found: features of the context's tokens before `root` and of the path there.
+
+    nodes: how many the run had there. Nothing of the context's tokens from `end` on is handed over.
+    """
+    if proposer is None or not proposer.needs_features:
+        return
+    features = target.features
+    before = len(features) - nodes
+    rows = [*range(before), *[before + node for node in path]][: end - (root - before)]
+    if rows:
+        in_order = rows[-1] == len(rows) - 1
+        proposer.take_features(root - before, features[: len(rows)] if in_order else features[rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -61,6 +62,27 @@ class KVCache:
         self.values = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays]
         self.capacity = capacity
         return True
+
+    def part(self, first: int, count: int) -> KVCache:
+        """Rows `first` .. `first` + `count` - 1 as a cache over the same memory, with lengths of its own.
+
+        Of use until the buffers move. It cannot grow: ValueError where it would have to.
+        """
+        part = copy.copy(self)
+        part.lengths = self.lengths[first : first + count]
+        part._shape = (count, *self._shape[1:])
+        part._limit = self.capacity
+        part._arrays = [array[first : first + count] for array in self._arrays]
+        part.values = [onnxruntime().OrtValue.ortvalue_from_numpy(array) for array in part._arrays]
+        return part
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Let `row` hold the first `length` positions of row `source`, and no more."""
+        if not 0 <= length <= self.lengths[source]:
+            raise ValueError(f"cannot copy {length} positions: row {source} holds {self.lengths[source]}")
+        for array in self._arrays:
+            array[row, :, :length] = array[source, :, :length]
+        self.lengths[row] = length
 
     def rewind_to(self, length: int, row: int = 0) -> None:
         """Keep the first `length` positions of `row`: absolute, and never forward."""

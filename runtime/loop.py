@@ -16,18 +16,23 @@ Lengths while it runs, with n = len(committed), the prompt included:
 A round's run takes committed[target.length:], as a rule one token, and behind it the nodes of the proposal. It gives a
 row of logits for the newest committed token and for each node: the row decides the token after it. With a draft tokens
 accepted, a + 1 tokens are committed: these and a correction or a bonus.
+
+The loop makes no run itself: it asks for one and goes on with the answer, so that a request alone and a row of a batch
+are the same loop (`target_run.alone`, `batch`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from specrun.runtime.chooser import Chooser
+from specrun.runtime.feature_rows import hand_features
 from specrun.runtime.proposal import EMPTY, Proposer, TakesLogits
 from specrun.runtime.result import SpeculationStats, Token
-from specrun.runtime.session import ModelSession
+from specrun.runtime.session import PREFILL_CHUNK
+from specrun.runtime.target_run import RunAnswer, RunRequest, TargetRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +49,30 @@ class Limits:
 
 
 def speculate(
-    target: ModelSession,
+    target: TargetRow,
     proposer: Proposer | None,
     chooser: Chooser,
     committed: list[int],
     limits: Limits,
     stats: SpeculationStats,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Generator[list[Token]]:
+) -> Generator[list[Token] | RunRequest, RunAnswer | None]:
     """Yield the tokens of the prefill, then of each round, until an end-of-text id or the limit.
 
-    committed: the prompt, extended in place. The target's cache holds a true prefix of it, shorter than the prompt, and
-    again when the loop ends, so the caller may stop at any yield. A round may yield no token. `cancelled` is asked
-    after each chunk of the prefill; if it says so, nothing is yielded.
+    Between them come requests for runs of the target, each to be answered. committed: the prompt, extended in place.
+    The target's cache holds a true prefix of it, shorter than the prompt, and again when the loop ends, so the caller
+    may stop at any yield. A round may yield no token. `cancelled` is asked after each chunk of the prefill; if it says
+    so, nothing is yielded.
     """
     if proposer is not None:
         proposer.start(committed)
-    for step in target.prefill_steps(committed[target.length :]):
+    for start in range(target.length, len(committed), PREFILL_CHUNK):
+        answer = yield RunRequest(committed[start : start + PREFILL_CHUNK], prefill=True)
+        assert answer is not None
         if cancelled():
             return
-        logits = step
-        _hand_features(target, proposer, target.length, target.length)
+        logits = answer.logits
+        hand_features(target, proposer, target.length, target.length)
     token = chooser.first(logits, len(committed))
     committed.append(token)
     chooser.commit([token])
@@ -76,7 +84,7 @@ def speculate(
         while len(committed) < limits.length and committed[-1] not in limits.eos:
             # propose
             length, held, head = len(committed), target.length, len(carried)
-            start = time.perf_counter()
+            began = time.perf_counter()
             proposal = EMPTY
             if proposer is not None:
                 context = [*committed, *carried.tokens] if head else committed
@@ -86,8 +94,9 @@ def speculate(
             proposed = time.perf_counter()
 
             # verify
-            inputs = [*committed[held:], *proposal.tokens]
-            logits = target.run(inputs, rows=1 + len(proposal), parents=proposal.parents)
+            answer = yield RunRequest(committed[held:], proposal)
+            assert answer is not None
+            proposal, logits = answer.proposal, answer.logits
             verified = time.perf_counter()
 
             # accept
@@ -102,8 +111,8 @@ def speculate(
                 proposed=len(proposal),
                 accepted=decision.num_accepted,
                 kind=decision.kind,
-                draft_s=proposed - start,
-                verify_s=verified - proposed,
+                draft_s=proposed - began,
+                verify_s=answer.seconds,
             )
 
             # rewind
@@ -121,7 +130,7 @@ def speculate(
                 proposer.observe(evaluated=len(own) + judged, accepted=len(own), path=own)
                 proposer.rewind_to(min(length + main, len(committed) - 1))
                 end = len(committed) + len(carried) - 1
-                _hand_features(target, proposer, length, end, path, len(proposal))
+                hand_features(target, proposer, length, end, path, len(proposal))
                 target.note_rest(time.perf_counter() - verified)
 
             yield [
@@ -130,20 +139,3 @@ def speculate(
             ]
     finally:
         target.rewind_to(min(target.length, exact))
-
-
-def _hand_features(
-    target: ModelSession, proposer: Proposer | None, root: int, end: int, path: Sequence[int] = (), nodes: int = 0
-) -> None:
-    """Hand over what the last run found: features of the context's tokens before `root` and of the path there.
-
-    nodes: how many the run had there. Nothing of the context's tokens from `end` on is handed over.
-    """
-    if proposer is None or not proposer.needs_features:
-        return
-    features = target.features
-    before = len(features) - nodes
-    rows = [*range(before), *[before + node for node in path]][: end - (root - before)]
-    if rows:
-        in_order = rows[-1] == len(rows) - 1
-        proposer.take_features(root - before, features[: len(rows)] if in_order else features[rows])

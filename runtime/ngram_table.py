@@ -185,6 +185,13 @@ class NgramTable:
         self._earlier_followers: dict[int, int] = {}
         self.pool = NgramPool(eos_ids=self.eos_ids)
 
+    def beside(self) -> NgramTable:
+        """Another table with a current text of its own and these earlier texts, now and later; add them here."""
+        other = NgramTable(self.max_n, eos_ids=self.eos_ids, earlier_tokens=self.earlier_tokens)
+        other._earlier, other._earlier_before, other._bases = self._earlier, self._earlier_before, self._bases
+        other._earlier_followers, other.pool = self._earlier_followers, self.pool
+        return other
+
     def __len__(self) -> int:
         """Tokens of the current text."""
         return len(self._text)

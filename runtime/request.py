@@ -118,7 +118,7 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         mode=given.get("sampling", "coupled"), **{name: given[name] for name in _SAMPLING_NAMES if name in given}
     )
     generation = GenerationOptions(
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=tuple(stop) if isinstance(stop, Sequence) and not isinstance(stop, str) else (stop,),
         sampling=sampling if sampling.greedy else sampling.seeded(),
         **{name: given[name] for name in _GENERATION_NAMES if name in given},
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,10 @@ class ModelSession:
         *,
         width_rule: WidthRule | None = None,
         batch: int = 1,
+        cache: KVCache | None = None,
     ) -> None:
+        """cache: buffers that are there already, for the batch that they have; else new ones."""
+        batch = batch if cache is None else cache.batch
         graph = choose_graph(bundle)
         sizes = bundle.manifest.sizes
         if graph.max_batch is not None and batch > graph.max_batch:
@@ -69,7 +72,7 @@ class ModelSession:
         self._qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         spec = bundle.manifest.features
         self._feature_width = 0 if spec is None else len(spec.taps) * sizes.hidden
-        self.cache = KVCache(
+        self.cache = cache or KVCache(
             layers=sizes.layers,
             kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
@@ -116,6 +119,10 @@ class ModelSession:
         kv = self.bundle.manifest.kv
         return 0 if kv.window is not None else min(MAX_NODES, kv.positions - length - SPARE)
 
+    def over(self, cache: KVCache) -> ModelSession:
+        """Another session of the same graph and width rule, over these buffers."""
+        return ModelSession(self.bundle, self._onnx_session, width_rule=self.width_rule, cache=cache)
+
     def rewind_to(self, length: int) -> None:
         """Keep the first `length` positions of row 0."""
         self.cache.rewind_to(length)
@@ -144,12 +151,7 @@ class ModelSession:
 
     def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append `tokens` to row 0 in chunks; logits f32 [1, vocabulary] after the last."""
-        return deque(self.prefill_steps(tokens), maxlen=1)[0]
-
-    def prefill_steps(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """As `prefill`, pausing after each chunk with the logits there."""
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            yield self.run(tokens[start : start + PREFILL_CHUNK], rows=1)
+        return self.run(tokens, rows=1)
 
     def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> NDArray[np.float32]:
         """Append `tokens` to row 0; logits f32 [rows, vocabulary] of its last `rows` positions.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specrun.runtime import Engine, session, stream
+from specrun.runtime import Engine, running, session
 
 from .checks import check_counters, make_speculation_pay, read, same_output, text_of
 from .conftest import TinyModels
@@ -136,7 +136,7 @@ def test_growth_of_the_cache_in_the_middle(models: TinyModels, monkeypatch: pyte
     prompt = text_of(30)
     options = {"raw": True, "max_tokens": 470, "ignore_eos": True}
     expected = models.engine("tgt", "mix").generate(prompt, method="none", **options)
-    monkeypatch.setattr(stream, "RESERVED_TOKENS", 1)
+    monkeypatch.setattr(running, "RESERVED_TOKENS", 1)
     with Engine.load("tgt", draft="mix", threads=1) as engine:
         started = engine.stream(prompt, method=method, draft_length=5, **options)
         next(started)

@@ -15,6 +15,7 @@ from specrun.runtime.options import GenerationOptions
 from specrun.runtime.proposal import EMPTY, Proposal
 from specrun.runtime.result import SpeculationStats, Token
 from specrun.runtime.session import ModelSession
+from specrun.runtime.target_run import alone
 
 from .checks import check_counters, make_speculation_pay, text_of
 from .conftest import TinyModels
@@ -58,7 +59,7 @@ def decode(
     chooser = Chooser(GenerationOptions(), prompt=committed, tokens=session.sizes.tokens, eos=eos)
     limits = Limits(len(prompt) + count, 64, frozenset(eos))
     blocks = []
-    for block in speculate(session, proposer, chooser, committed, limits, stats):
+    for block in alone(session, speculate(session, proposer, chooser, committed, limits, stats)):
         blocks.append(block)
         assert session.length == len(committed) - 1
     assert [token.id for block in blocks for token in block] == committed[len(prompt) :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from specrun.runtime.options import GenerationOptions
 from specrun.runtime.proposal import MAX_NODES, Proposal
 from specrun.runtime.proposers.lookahead import SURE_MATCH, LookaheadProposer
 from specrun.runtime.result import SpeculationStats
+from specrun.runtime.target_run import alone
 
 from .conftest import TinyModels
 from .test_ngram_table import reference as lookup
@@ -145,10 +146,6 @@ class ToyTarget:
     def length(self) -> int:
         return len(self.text) + len(self._nodes)
 
-    def prefill_steps(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
-        self.text += tokens
-        yield one_hot([choice(list(enumerate(self.text)))])
-
     def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> np.ndarray:
         nodes = tokens[len(tokens) - rows + 1 :]
         self.text += tokens[: len(tokens) - rows + 1]
@@ -221,7 +218,7 @@ def test_every_step_is_that_of_the_published_layout(shape: tuple[int, int, int])
         chooser = Chooser(GenerationOptions(), prompt=prompt, tokens=V, eos=(), margin=1e-3)
         limits = Limits(len(target), 60, frozenset())
         committed, stats, toy = list(prompt), SpeculationStats(), ToyTarget()
-        rounds = speculate(toy, proposer, chooser, committed, limits, stats)  # type: ignore[arg-type]
+        rounds = alone(toy, speculate(toy, proposer, chooser, committed, limits, stats))  # type: ignore[arg-type]
         next(rounds)
         other = Reference(prompt, shape)
         other.text.append(committed[-1])

@@ -5,7 +5,7 @@ Side branches of the toy target are wrong by far more than rounding, so only wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from specrun.runtime.proposal import Proposal
 from specrun.runtime.proposers.lookahead import LookaheadProposer
 from specrun.runtime.result import SpeculationStats
 from specrun.runtime.sampling import Distribution, RandomStream
+from specrun.runtime.target_run import alone
 
 from .conftest import TinyModels
 from .test_acceptance_distribution import DRAWS, PROMPT, TARGET, V, expected_joint, p_value, processed
@@ -45,10 +46,6 @@ class ToyTarget:
 
     def __init__(self) -> None:
         self.length = 0
-
-    def prefill_steps(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
-        self.length += len(tokens)
-        yield TARGET[tokens[-1:]]
 
     def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> np.ndarray:
         self.length += len(tokens)
@@ -122,7 +119,7 @@ def texts(kind: str, options: SamplingOptions, counts: dict[str, int]) -> list[t
         proposer = lookahead if kind == "lookahead" else Trees(kind, options, RandomStream(22, index))
         limits = Limits(len(PROMPT) + 4, 16, frozenset())
         target: Any = ToyTarget()
-        for _ in speculate(target, proposer, chooser, committed, limits, stats):
+        for _ in alone(target, speculate(target, proposer, chooser, committed, limits, stats)):
             assert target.length == len(committed) - 1
         drawn.append(tuple(committed[len(PROMPT) :][:3]))
         counts["accepted"] = counts.get("accepted", 0) + stats.accepted

@@ -11,7 +11,7 @@ import pytest
 
 from specrun.models_cache.errors import BackendError
 from specrun.runtime import Engine
-from specrun.runtime import stream as stream_module
+from specrun.runtime import running as running_module
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.kv_cache import KVCache
 from specrun.runtime.proposal import Proposal
@@ -252,7 +252,7 @@ def test_growth_of_the_cache_under_trees(models: TinyModels, monkeypatch: pytest
     name, margin, noise = POLICIES[policy]
     options = {"max_tokens": 460, **RAW}
     plain = models.engine(name).generate(text_of(30), method="none", **options)
-    monkeypatch.setattr(stream_module, "RESERVED_TOKENS", 1)
+    monkeypatch.setattr(running_module, "RESERVED_TOKENS", 1)
     with Engine.load(name, threads=1) as engine:
         with proposing(monkeypatch, TreeProposer(plain.token_ids, SHAPES["random"], depth=9), margin, noise):
             started = engine.stream(text_of(30), method="ngram", **options)

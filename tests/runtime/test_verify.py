@@ -127,6 +127,6 @@ def test_verify_refuses_what_it_cannot_do(engine: Engine) -> None:
 
 def test_verify_runs_the_real_loop() -> None:
     """What `verify` checks is what requests run."""
-    from specrun.runtime import stream
+    from specrun.runtime import running
 
-    assert stream.speculate is speculate
+    assert running.speculate is speculate
