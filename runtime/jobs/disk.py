@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ def write_whole(path: Path, data: bytes) -> None:
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
     """The name of a file to write, which takes the place of `path` when all of it is on the disk."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    part = path.with_name(f".{path.name}.part")  # of whoever holds the lock; one that a crash left is written over
     try:
         yield part
         sync(part)

@@ -87,18 +87,22 @@ def read_lines(stream: BinaryIO, left: int | None = None) -> Iterator[Line]:
         if not data:
             return
         number += 1
-        size, tail = len(data), data
+        size, last = len(data), data
         left = None if left is None else left - len(data)
-        while not tail.endswith(b"\n") and (tail := stream.readline(_most(left, 2**20))):
-            size += len(tail)
-            left = None if left is None else left - len(tail)
+        while not last.endswith(b"\n") and (more := stream.readline(_most(left, 2**20))):
+            size += len(more)
+            last = last[-1:] + more
+            left = None if left is None else left - len(more)
+        size -= len(last) - len(_without_end(last))
+        data = _without_end(data)
         if number == 1:
             data = data.removeprefix(codecs.BOM_UTF8)
-        ended = len(data)
-        data = data.removesuffix(b"\n").removesuffix(b"\r")
-        size -= ended - len(data)
         if size > MOST_BYTES or data.strip():
             yield Line(number, data, size)
+
+
+def _without_end(data: bytes) -> bytes:
+    return data.removesuffix(b"\n").removesuffix(b"\r")
 
 
 def _most(left: int | None, most: int) -> int:

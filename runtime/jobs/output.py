@@ -83,6 +83,10 @@ class InputOutput:
                 self._places[written.number] = at, length
                 self.done += 1
                 self.failed += written.failed
+        for number in numbers() if self._places else ():
+            if number > self._last and self.expect(number):
+                self._wanted.clear()
+                break
 
     def expect(self, number: int) -> bool:
         if number <= self._last:
