@@ -208,7 +208,7 @@ def _progress(counts: JobCounts) -> str:
 def _summary(counts: JobCounts, target: str) -> str:
     parts = [f"{counts.done} lines: {counts.done - counts.failed} right, {counts.failed} failed"]
     if counts.before:
-        parts.append(f"{counts.before} of them done before")
+        parts.append(f"{'all' if counts.before == counts.done else counts.before} of them done before")
     if counts.tokens:
         parts.append(f"{counts.tokens} tokens in {_duration(counts.seconds)} ({counts.tokens_per_s:.1f} tokens/s)")
     if counts.evaluated:
