@@ -25,8 +25,8 @@ _SAID_S = 30.0  # and between lines where there is none
 
 
 @click.command()
-@click.argument("source", metavar="IN.jsonl|-")
-@click.argument("target", metavar="OUT.jsonl|-")
+@click.argument("source", metavar="IN|-")
+@click.argument("target", metavar="OUT|-")
 @click.option(
     "--batch-size", type=click.IntRange(min=1), metavar="N", help="Requests at a time; by default as many as pay."
 )
@@ -61,9 +61,9 @@ def batch(
 ) -> None:
     """Answer all requests of a file.
 
-    Every line of IN.jsonl gets one line in OUT.jsonl. A line is a JSON object: {"prompt": "..."} or {"messages":
-    [...]}, with an "id" if you like, or the form of the OpenAI batch API with custom_id, method, url and body. Beside
-    the prompt it may hold max_tokens, temperature, top_p, top_k, min_p, stop, seed, presence_penalty,
+    Every line of IN gets one line in OUT. A line is a JSON object: {"prompt": "..."} or {"messages": [...]}, with an
+    "id" if you like, or the form of the OpenAI batch API with custom_id, method, url and body. Beside the prompt it may
+    hold max_tokens, temperature, top_p, top_k, min_p, stop, seed, presence_penalty,
     frequency_penalty, repetition_penalty, draft_length, speculation_method, logprobs, system, raw and so on; the
     options below hold for lines that do not say otherwise. A body for /v1/completions is continued as it is. A sampled
     line without a seed gets one of its own, which its answer tells.
@@ -71,14 +71,18 @@ def batch(
     Answers are lines of the OpenAI batch form: "id" is "line-17" for line 17, "response" has the JSON of `generate` as
     its body, and "error" says what was wrong with a line that failed; the others go on.
 
-    Nothing is lost: stopped in any way, the same command goes on where it was (OUT.jsonl.job tells one job from
-    another; keep it beside the output). Exit codes: 0 all lines are right, 1 some failed or the job had to stop, 2
+    Files that end in .parquet or .csv are tables instead (this takes pyarrow: pip install 'specrun[arrow]'): their
+    columns have the names that a line's parameters have.
+
+    Nothing is lost: stopped in any way, the same command goes on where it was (OUT.job tells one job from another; keep
+    it beside the output). Exit codes: 0 all lines are right, 1 some failed or the job had to stop, 2
     wrong usage, 130 interrupted.
 
     \b
     Examples:
       specrun batch questions.jsonl answers.jsonl --max-tokens 200
       specrun batch requests.jsonl answers.jsonl --order completion --temperature 0.8
+      specrun batch questions.csv answers.parquet
       cat questions.jsonl | specrun batch - - | jq -r .response.body.text
     """
     from specrun.models_cache.errors import UsageError
@@ -142,9 +146,12 @@ def _is_file(target: str) -> bool:
 @contextmanager
 def _opened(source: str, *, streamed: bool) -> Iterator[Source]:
     """The input. What can be read only once is read as it comes where the output is `streamed`, else kept first."""
-    from specrun.runtime.jobs import JsonLines, LineStream
+    from specrun.runtime.jobs import JsonLines, LineStream, Table, is_table
     from specrun.runtime.jobs.lines import kept
 
+    if _is_file(source) and is_table(Path(source)):
+        yield Table(Path(source))
+        return
     if _is_file(source):
         with Path(source).open("rb") as stream:
             yield JsonLines(stream, Path(source).name)

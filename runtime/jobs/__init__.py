@@ -17,6 +17,7 @@ from specrun.runtime.jobs.line_request import PARAMETERS, Defaults, LineError, L
 from specrun.runtime.jobs.lines import JsonLines, Line, LineStream, Source, read_lines
 from specrun.runtime.jobs.output import ORDERS, Order
 from specrun.runtime.jobs.run import Job, JobCounts, JobSettings, is_plain, open_job, stream_job
+from specrun.runtime.jobs.tables import Table, is_table
 from specrun.runtime.jobs.worker import Answer, EngineWorker, Worker
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "LineStream",
     "Order",
     "Source",
+    "Table",
     "Worker",
     "is_plain",
+    "is_table",
     "open_job",
     "parse_line",
     "read_lines",

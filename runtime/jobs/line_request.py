@@ -54,7 +54,8 @@ PARAMETERS: Final = (
 """What a line may hold beside its prompt; the last three mean nothing here."""
 
 _PROMPTS: Final = ("prompt", "messages")
-_SHORT: Final = ("id", "custom_id", *_PROMPTS, *PARAMETERS)
+SHORT_FORM: Final = ("id", "custom_id", *_PROMPTS, *PARAMETERS)
+"""The keys of a line in the short form."""
 _BATCH: Final = ("custom_id", "method", "url", "body")
 
 
@@ -142,7 +143,7 @@ def _request(number: int, custom_id: LineId, record: dict[str, Any], defaults: D
         if not isinstance(body, dict):
             raise LineError("invalid_request", f"body must be an object, not {_shown(body)}.")
         raw = _endpoint(record, body)
-    _known(body, _SHORT if body is record else (*_PROMPTS, *PARAMETERS), "a request")
+    _known(body, SHORT_FORM if body is record else (*_PROMPTS, *PARAMETERS), "a request")
     given = {key: value for key, value in body.items() if value is not None}
     prompt = _prompt(given)
     _model(given, defaults)

@@ -20,8 +20,11 @@ class Output(Protocol):
     expect: told of each line of the input in turn; whether its answer is still wanted. put: takes an answer.
     """
 
-    done: int
-    failed: int
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def failed(self) -> int: ...
 
     def expect(self, number: int) -> bool: ...
 

@@ -23,6 +23,7 @@ from specrun.runtime.jobs.journal import Journal
 from specrun.runtime.jobs.line_request import Defaults, LineError, LineId, LineRequest, parse_line
 from specrun.runtime.jobs.lines import Source
 from specrun.runtime.jobs.output import CompletionOutput, InputOutput, Order, Output, StreamOutput
+from specrun.runtime.jobs.tables import TableOutput, WrittenTable, is_table, require_pyarrow
 from specrun.runtime.jobs.worker import Answer, Worker
 
 
@@ -179,17 +180,28 @@ def open_job(source: Source, path: Path, settings: JobSettings, *, resume: bool 
     another job's or no job's, is being written by another process, or cannot be written.
     """
     paths = JobPaths(path)
+    if is_table(path):
+        require_pyarrow()
     with ExitStack() as stack:
         stack.enter_context(hold_output(paths))
         job_file = _claim(source, paths, settings, resume=resume)
-        main = Journal(path, path)
-        output: Output
-        if settings.order == "completion":
-            output = CompletionOutput(main)
-        else:
-            output = InputOutput(main, Journal(paths.early, path), lambda: (line.number for line in source.lines()))
+        output = _output(source, paths, settings.order)
         stack.callback(output.close)
         yield Job(source, output, _defaults(settings, job_file.seed))
+
+
+def _output(source: Source, paths: JobPaths, order: Order) -> Output:
+    """The output with what an earlier run left in it."""
+    path, table = paths.output, is_table(paths.output)
+    if table and path.exists() and path.stat().st_size and not paths.journal.exists():
+        return WrittenTable(path, source.total)
+    main = Journal(paths.journal if table else path, path)
+    output: Output
+    if order == "completion":
+        output = CompletionOutput(main)
+    else:
+        output = InputOutput(main, Journal(paths.early, path), lambda: (line.number for line in source.lines()))
+    return TableOutput(path, output, main) if table else output
 
 
 def is_plain(path: Path) -> bool:
