@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specrun.cli.main import INTERRUPTED
-from specrun.cli.opening import ensure_model, open_engine
+from specrun.cli.opening import ensure_model, ensure_speculators, open_engine
 from specrun.cli.options import engine_values, job_options, request_values
-from specrun.cli.output import echo_json, is_terminal, note
+from specrun.cli.output import echo_json, is_terminal, note, waiting
 
 if TYPE_CHECKING:
     from specrun.models_cache import Bundle
@@ -43,6 +43,20 @@ _SAID_S = 30.0  # and between lines where there is none
     show_default=True,
     help="Answers in the order of the input, or as they are ready.",
 )
+@click.option(
+    "--engine",
+    "runner",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="Compute in this process, or by workers on Ray (pip install 'specrun[ray]'; RAY_ADDRESS names a cluster).",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --engine ray: how many, each with the model loaded; by default one for each machine.",
+)
 @click.option("--ignore-model", is_flag=True, help="Answer lines that name another model too.")
 @job_options
 @click.option("--raw", is_flag=True, help="Continue prompts as they are, without the chat template.")
@@ -53,6 +67,8 @@ def batch(
     batch_size: int | None,
     resume: bool,
     order: str,
+    runner: str,
+    workers: int | None,
     ignore_model: bool,
     system: str | None,
     raw: bool,
@@ -93,6 +109,8 @@ def batch(
     request_options(**defaults)
     if as_json and target == "-":
         raise UsageError("The answers go to stdout: name an output file to have the summary of --json there.")
+    if workers is not None and runner != "ray":
+        raise UsageError("--workers is for Ray: add --engine ray.")
     _check_places(source, target)
     bundle = ensure_model(values["model"], yes=values["yes"])
     settings = JobSettings(
@@ -112,7 +130,10 @@ def batch(
             if job.complete:
                 job.finish()
             else:
-                _run(job, stack.enter_context(_worker(bundle, values, batch_size)))
+                opened = (
+                    _ray_workers(bundle, values, workers, batch_size) if runner == "ray" else _local(values, batch_size)
+                )
+                _run(job, stack.enter_context(opened))
         except KeyboardInterrupt:
             _say_interrupted(job.counts, target)
             raise click.exceptions.Exit(INTERRUPTED) from None
@@ -178,13 +199,27 @@ def _job(lines: Source, target: str, settings: Any, *, resume: bool) -> Iterator
 
 
 @contextmanager
-def _worker(bundle: Bundle, values: dict[str, Any], batch_size: int | None) -> Iterator[Worker]:
+def _local(values: dict[str, Any], batch_size: int | None) -> Iterator[Worker]:
     from specrun.runtime.jobs import EngineWorker
 
     with open_engine(**engine_values(values), methods=(values["method"],)) as engine:
         if values["method"] is not None:
             engine.require_method(engine.resolve_method(values["method"]))
         yield EngineWorker(engine, batch_size)
+
+
+@contextmanager
+def _ray_workers(
+    bundle: Bundle, values: dict[str, Any], workers: int | None, batch_size: int | None
+) -> Iterator[Worker]:
+    from specrun.runtime.jobs.ray_workers import RayWorkers
+
+    ensure_speculators(bundle, values["draft"], (values["method"],))
+    engine = {name: value for name, value in engine_values(values).items() if name != "yes"}
+    with waiting("starting Ray"):
+        found = RayWorkers(engine, workers=workers, batch_size=batch_size)
+    with closing(found):
+        yield found
 
 
 def _run(job: Job, worker: Worker) -> None:
