@@ -39,7 +39,9 @@ class RayWorkers:
         ray = _ray()
         self._owned = not ray.is_initialized()
         if self._owned:
-            local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": max(os.cpu_count() or 1, workers or 1)}
+            local: dict[str, Any] = {}
+            if not os.environ.get("RAY_ADDRESS"):  # nobody outside this machine needs to reach it
+                local = {"num_cpus": max(os.cpu_count() or 1, workers or 1), "_node_ip_address": "127.0.0.1"}
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no network for what needs none
             ray.init(log_to_driver=False, logging_level="error", include_dashboard=False, **local)
         machines = max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
@@ -64,7 +66,7 @@ class RayWorkers:
         """The answers in order of completion; closing the iterator ends the workers."""
         ray = _ray()
         left = iter(requests)
-        lost: list[LineRequest] = []
+        waiting: list[LineRequest] = []  # read, or lost by a worker that died
         deaths = 0
         actors = [self._actor.remote(self._engine, self._batch_size) for _ in range(self.workers)]
         processes = [actor.process.remote() for actor in actors]
@@ -73,7 +75,7 @@ class RayWorkers:
             while True:
                 for slot in self._slots:
                     if slot.stream is None:
-                        self._give(slot, lost, left)
+                        self._give(slot, waiting, left)
                 busy = {slot.stream: slot for slot in self._slots if slot.stream is not None}
                 if not busy:
                     return
@@ -83,7 +85,7 @@ class RayWorkers:
                     answer: Answer = ray.get(next(slot.stream))
                 except StopIteration:
                     slot.stream = None
-                    lost += slot.requests.values()  # a worker that answers all has none left
+                    waiting[:0] = slot.requests.values()  # a worker that answered all has none left
                     slot.requests = {}
                 except ray.exceptions.RayTaskError as error:
                     raise _cause(error) from error
@@ -94,7 +96,7 @@ class RayWorkers:
                             f"workers die one after another (the last one: process {slot.process}); see to their "
                             "memory and give the same command again"
                         ) from error
-                    lost += slot.requests.values()
+                    waiting[:0] = slot.requests.values()
                     actor = self._actor.remote(self._engine, self._batch_size)
                     self._slots[self._slots.index(slot)] = _Slot(actor, ray.get(actor.process.remote()))
                 else:
@@ -111,14 +113,15 @@ class RayWorkers:
         if self._owned:
             _ray().shutdown()
 
-    def _give(self, slot: _Slot, lost: list[LineRequest], left: Iterator[LineRequest]) -> None:
-        """Give a worker its next requests, first those that another one lost."""
-        count = _REQUESTS * (self._batch_size or _BATCH_SIZE)
-        requests = lost[:count]
-        del lost[:count]
-        requests += itertools.islice(left, count - len(requests))
-        if requests:
-            slot.requests = {request.number: request for request in requests}
+    def _give(self, slot: _Slot, waiting: list[LineRequest], left: Iterator[LineRequest]) -> None:
+        """Give a worker its next requests; fewer when few are left, so that all workers end together."""
+        most = _REQUESTS * (self._batch_size or _BATCH_SIZE)
+        waiting += itertools.islice(left, max(0, self.workers * most - len(waiting)))
+        count = min(most, -(-len(waiting) // self.workers))
+        if count:
+            slot.requests = {request.number: request for request in waiting[:count]}
+            del waiting[:count]
+            requests = list(slot.requests.values())
             slot.stream = slot.actor.answers.options(num_returns="streaming").remote(requests)
 
 
