@@ -43,7 +43,11 @@ class RayWorkers:
             if not os.environ.get("RAY_ADDRESS"):  # nobody outside this machine needs to reach it
                 local = {"num_cpus": max(os.cpu_count() or 1, workers or 1), "_node_ip_address": "127.0.0.1"}
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no network for what needs none
-            ray.init(log_to_driver=False, logging_level="error", include_dashboard=False, **local)
+            try:
+                ray.init(log_to_driver=False, logging_level="error", include_dashboard=False, **local)
+            except (OSError, RuntimeError, ValueError) as error:  # what Ray raises for a cluster that is not there
+                what = (str(error).splitlines() or [type(error).__name__])[0]
+                raise JobError(f"Ray cannot be started or joined ({what}): see to it, or leave --engine out") from error
         machines = max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
         self.workers = workers or machines
         self._batch_size = batch_size

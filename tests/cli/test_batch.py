@@ -195,6 +195,27 @@ class TestStreams:
 
 
 @pytest.mark.usefixtures("tiny")
+def test_tables(tmp_path: Path) -> None:
+    csv, parquet = pytest.importorskip("pyarrow.csv"), pytest.importorskip("pyarrow.parquet")
+    source, target = tmp_path / "in.csv", tmp_path / "out.parquet"
+    source.write_text("id,prompt,max_tokens\nx,Hello,3\ny,,\n")
+    assert batch(source, target).exit_code == 1
+    right, failed = parquet.read_table(target).to_pylist()
+    with Engine.load("tiny") as engine:
+        assert (right["custom_id"], right["text"]) == ("x", engine.generate("Hello", max_tokens=3).text)
+    assert (failed["custom_id"], failed["error_code"]) == ("y", "no_prompt")
+    again = batch(source, target)
+    assert "all of them done before" in again.stderr
+    back = tmp_path / "out.csv"
+    assert batch(source, back).exit_code == 1
+    parsing = csv.ParseOptions(newlines_in_values=True)
+    assert csv.read_csv(back, parse_options=parsing).to_pylist()[0]["text"] == right["text"]
+    (tmp_path / "none.csv").write_text("prompt\n")
+    assert batch(tmp_path / "none.csv", tmp_path / "none.parquet").exit_code == 0
+    assert parquet.read_table(tmp_path / "none.parquet").num_rows == 0
+
+
+@pytest.mark.usefixtures("tiny")
 class TestResuming:
     def test_progress_is_kept(self, source: Path, target: Path) -> None:
         assert batch(source, target).exit_code == 0
@@ -256,6 +277,7 @@ class TestUsage:
             (["in.jsonl", "-", "--json"], "name an output file"),
             (["in.jsonl", "out.jsonl", "--temperature", "-1"], "temperature must be"),
             (["in.jsonl", "out.jsonl", "--batch-size", "0"], "batch-size"),
+            (["in.jsonl", "out.jsonl", "--workers", "2"], "add --engine ray"),
         ],
     )
     @pytest.mark.usefixtures("tiny")

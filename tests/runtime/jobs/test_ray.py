@@ -39,6 +39,28 @@ workers.close()
 """
 
 
+# All workers die at once, over and over; prints what is said.
+ALL_DIE = """
+import os, sys
+from pathlib import Path
+from specrun.models_cache.errors import JobError
+from specrun.runtime.jobs import JobSettings, JsonLines, open_job, ray_workers
+class Dies(ray_workers._Actor):
+    def answers(self, requests):
+        os._exit(1)
+        yield
+ray_workers._Actor = Dies
+workers = ray_workers.RayWorkers({"model": "tiny"}, workers=2)
+settings = JobSettings("tiny", "", {})
+with open(sys.argv[1], "rb") as stream, open_job(JsonLines(stream, "in"), Path(sys.argv[2]), settings) as job:
+    try:
+        list(job.run(workers))
+    except JobError as error:
+        print(error)
+workers.close()
+"""
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
@@ -64,6 +86,14 @@ def test_a_worker_that_dies_loses_nothing(source: Path, tmp_path: Path) -> None:
             number = record["custom_id"]
             wanted = engine.generate(f"Hello {number % 20}", max_tokens=8, **_sampling(number))
             assert record["response"]["body"]["text"] == wanted.text
+
+
+def test_workers_that_keep_dying_end_the_job(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ALL_DIE, str(source), str(tmp_path / "out.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert "workers die one after another" in done.stdout
+    assert "give the same command again" in done.stdout
 
 
 @pytest.mark.usefixtures("tiny")
