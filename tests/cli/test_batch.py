@@ -257,7 +257,7 @@ class TestResuming:
         while not (target.exists() and target.stat().st_size) and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=900)
         assert process.returncode == 130
         done = len(records(target.read_bytes()))
         assert 0 < done < 400
