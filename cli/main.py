@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-COMMANDS = ("generate", "chat", "export", "models", "train", "verify", "check", "tune", "bench", "plan")
+COMMANDS = ("generate", "chat", "batch", "export", "models", "train", "verify", "check", "tune", "bench", "plan")
 INTERRUPTED = 130
 
 

@@ -40,13 +40,13 @@ def open_engine(
     if OWN_PROCESS:
         share_threads()
     bundle = ensure_model(model, yes=yes)
-    _ensure_speculators(bundle, draft, methods)
+    ensure_speculators(bundle, draft, methods)
     drafting = find_draft(bundle, draft) if draft is not None else None
     with waiting(f"loading {bundle.manifest.name}"):
         return Engine(bundle, draft=drafting, threads=threads, device=device, context=context)
 
 
-def _ensure_speculators(bundle: Bundle, draft: str | None, methods: Iterable[str | None]) -> None:
+def ensure_speculators(bundle: Bundle, draft: str | None, methods: Iterable[str | None]) -> None:
     """Attach what specrun ships where a method is asked for that nothing in the bundle serves."""
     wanted = {part for method in methods if method for part in method.partition(":")[0].split("+")}
     # --draft names what serves, unless it is the name of one that ships.

@@ -160,6 +160,11 @@ def writing_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _decorated(command, _ENGINE[:2] + _SPECULATION + _SAMPLING + _SYSTEM + _SHOWING + _ENGINE[2:])
 
 
+def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `writing_options`, without what only shows one answer."""
+    return _decorated(command, _ENGINE[:2] + _SPECULATION + _SAMPLING + _SYSTEM + _ENGINE[2:])
+
+
 def engine_values(values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that `open_engine` takes."""
     return {name: values[name] for name in _ENGINE_NAMES if name in values}

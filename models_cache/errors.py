@@ -10,6 +10,7 @@ SpecrunError                  exit code 1
 ├── CacheError                the cache folder cannot be written, is full or is locked
 ├── UnsupportedModelError     a family, rope type, tokenizer or tensor type that specrun does not know
 ├── VocabularyMismatchError   target and draft do not share a tokenizer
+├── JobError                  an offline job cannot begin or go on with its files
 └── BackendError              ONNX Runtime is missing, too old, or refused a graph
 """
 
@@ -58,6 +59,10 @@ class UnsupportedModelError(SpecrunError):
 
 class VocabularyMismatchError(SpecrunError):
     """Target and draft do not share a tokenizer."""
+
+
+class JobError(SpecrunError):
+    """An offline job cannot begin or go on with its files."""
 
 
 class BackendError(SpecrunError):
