@@ -23,6 +23,7 @@ from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.drafting import Drafting
+from specrun.runtime.grammar import Grammars
 from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.proposal import Proposer
@@ -66,6 +67,7 @@ class Engine:
         self.threads = threads or default_threads()
         self.context = min(context or manifest.sizes.context, manifest.sizes.context)
         self.tokenizer = Tokenizer.from_bundle(bundle)
+        self.grammars = Grammars(self.tokenizer)
         if isinstance(draft, Bundle):
             self.tokenizer.require_same_vocabulary(Tokenizer.from_bundle(draft))
         self._open_session = session_opener(bundle, self.threads, device, shared_cpu=isinstance(draft, Bundle))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict, Unpack
 
 from specrun.models_cache.errors import UsageError
+from specrun.runtime.grammar import Constraint, constraint_of
 from specrun.runtime.lookahead import LookaheadShape
 from specrun.runtime.options import GenerationOptions, SamplingMode, SamplingOptions
 
@@ -46,6 +47,8 @@ class RequestOptions(TypedDict, total=False):
     ignore_eos           end-of-text ids are ordinary tokens (False)
     system               a system message; raw: the prompt is not put into the chat template (False)
     sample_index         which of several samples of one seed this is (0)
+    json_schema          the text fits this JSON schema (a dict, or JSON text); or regex: this regular expression; or
+                         grammar: this grammar, in llguidance's Lark. The text ends where these say
     """
 
     method: str | None
@@ -68,6 +71,9 @@ class RequestOptions(TypedDict, total=False):
     system: str | None
     raw: bool
     sample_index: int
+    json_schema: Mapping[str, Any] | bool | str | None
+    regex: str | None
+    grammar: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ class Request:
     raw: bool
     sample_index: int
     lookahead: LookaheadShape
+    constraint: Constraint | None = None
 
 
 _SAMPLING_NAMES: Final = (
@@ -122,6 +129,11 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         sampling=sampling if sampling.greedy else sampling.seeded(),
         **{name: given[name] for name in _GENERATION_NAMES if name in given},
     )
+    constraint = constraint_of(given)
+    if constraint is not None and generation.ignore_eos:
+        raise UsageError(
+            f"ignore_eos and {constraint.kind} exclude each other: the text must end where it is complete."
+        )
     return Request(
         generation,
         method,
@@ -129,6 +141,7 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         bool(given.get("raw", False)),
         sample_index,
         LookaheadShape() if shape is None else LookaheadShape.of(shape),
+        constraint,
     )
 
 

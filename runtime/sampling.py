@@ -25,6 +25,7 @@ from specrun.runtime.options import SamplingOptions
 __all__ = [
     "Distribution",
     "Ids",
+    "Mask",
     "RandomStream",
     "TokenCounts",
     "coupled_noise",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Noise = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.uint64]]
 
@@ -181,14 +183,19 @@ def _checked(row: npt.NDArray[Any], peak: float) -> None:
         raise BackendError("The graph gave logits that are not numbers: export it again in a higher precision.")
 
 
-def greedy_tokens(logits: npt.NDArray[np.float32], tokens: int, banned: Ids | None = None) -> npt.NDArray[np.int64]:
+def greedy_tokens(
+    logits: npt.NDArray[np.float32], tokens: int, banned: Ids | None = None, allowed: Mask | None = None
+) -> npt.NDArray[np.int64]:
     """The most probable id of each row, the lowest one on ties.
 
-    logits  f32 [rows, V]; only the first `tokens` columns are real tokens
-    banned  ids that may not be emitted in any of these rows
+    logits   f32 [rows, V]; only the first `tokens` columns are real tokens
+    banned   ids that may not be emitted in any of these rows
+    allowed  bool [tokens]: the only ids that may be
     returns i64 [rows]; errors as in `distribution`
     """
     real = logits[:, :tokens]
+    if allowed is not None:
+        real = np.where(allowed[: real.shape[1]], real, -np.float32(np.inf))
     if banned is not None and len(banned):
         real = real.copy()
         ids = np.asarray(banned, np.int64)
@@ -245,6 +252,7 @@ def distribution(
     *,
     tokens: int,
     banned: Ids | None = None,
+    allowed: Mask | None = None,
 ) -> Distribution:
     """The distribution that the options make of one row of logits.
 
@@ -252,6 +260,7 @@ def distribution(
     history  the tokens before this row (draft tokens of the same row included); needed only under a penalty
     tokens   ids from here on are padding of the vocabulary and never emitted; V may be smaller or larger
     banned   ids with probability 0 in this row (end-of-sequence ids before min_tokens)
+    allowed  bool [tokens]: all other ids have probability 0 in this row (a grammar's mask)
 
     In this order:
     1. repetition penalty r, ids of prompt and output: positive logits / r, others * r (CTRL, Keskar et al. 2019);
@@ -272,6 +281,8 @@ def distribution(
     if banned is not None and len(banned):
         ids = np.asarray(banned, np.int64)
         row[ids[ids < row.size]] = -np.inf
+    if allowed is not None:
+        row = np.where(allowed[: row.size], row, -np.float32(np.inf))
     best = int(row.argmax())
     peak = float(row[best])
     _checked(row, peak)

@@ -90,6 +90,7 @@ class _Running:
         self._prompt_tokens = prompt_tokens
         self._wrap = wrap
         self._length_limit = self._check_length()
+        self._matcher = engine.grammars.matcher(request.constraint)
         self._tokens: list[Token] = []
         self._pending: list[Token] = []  # emitted, but their text is not sure yet
         self._text: list[str] = []
@@ -158,6 +159,7 @@ class _Running:
             eos=eos,
             sample_index=request.sample_index,
             margin=engine.margin,
+            grammar=self._matcher,
         )
         proposer = engine.proposer(request, chooser)
         if self._wrap is not None:
