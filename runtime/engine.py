@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.drafting import Drafting
+from specrun.runtime.forks import require_own_process
 from specrun.runtime.grammar import Grammars
 from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
@@ -79,6 +81,7 @@ class Engine:
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._owner: int | None = None
         self._end_stream: weakref.WeakMethod[Callable[[], None]] | None = None
         self._closed = False
@@ -122,6 +125,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text in the model's chat template, or as it is with `raw` or without a template."""
+        require_own_process(self._process)
         if not isinstance(prompt, str) and not (
             isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt)
         ):
@@ -232,9 +236,10 @@ class Engine:
     def close(self) -> None:
         """Free sessions and buffers; may be called twice. The engine cannot be used afterwards.
 
-        A stream of this thread that is still open ends; those of other threads are waited for.
+        A stream of this thread that is still open ends; those of other threads are waited for. In a process that was
+        forked from the engine's own, nothing is freed.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         if self._owner == threading.get_ident() and self._end_stream is not None:
             end_stream = self._end_stream()
@@ -261,6 +266,7 @@ class Engine:
 
         end_stream: what `close` calls to end the request early.
         """
+        require_own_process(self._process)
         if self._owner == threading.get_ident():
             raise SpecrunError("The engine is busy with a stream of this thread: finish or close that stream first.")
         self._lock.acquire()
@@ -272,6 +278,7 @@ class Engine:
 
     def keep(self) -> None:
         """The thread that reads on now holds the engine: a stream may be handed from one to another."""
+        require_own_process(self._process)
         self._owner = threading.get_ident()
 
     def release(self) -> None:
