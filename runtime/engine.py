@@ -123,6 +123,13 @@ class Engine:
         """A conversation that reuses the KV of the turns before."""
         return ChatSession(self, system)
 
+    def load_session(self, path: Path | str) -> ChatSession:
+        """A conversation that `ChatSession.save` wrote, with its KV where that was made on this very machine.
+
+        Errors: IntegrityError for a damaged file or one of another model, CacheError if it cannot be read.
+        """
+        return ChatSession.load(self, path)
+
     def encode(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text in the model's chat template, or as it is with `raw` or without a template."""
         require_own_process(self._process)
@@ -222,6 +229,21 @@ class Engine:
             row: NDArray[np.float32] = self.target.prefill(tokens[shared:])[0].copy()
             self._target_tokens = list(tokens)
         return row
+
+    def copy_kv(self, tokens: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Keys and values f32 [kv_heads, n, head_dim] of the first n of these tokens: those that the target holds."""
+        with self._exclusive():
+            held = self._target_tokens[: self.target.length] if self.target.width_rule == self._held_rule else []
+            return self.target.cache.copy_of(shared_prefix(held, tokens))
+
+    def restore_kv(self, tokens: Sequence[int], parts: Sequence[NDArray[np.float32]]) -> None:
+        """Let the target hold these tokens, by what `copy_kv` gave on this machine."""
+        with self._exclusive():
+            self.target.rewind_to(0)
+            self._target_tokens, self._held_rule = [], self.target.width_rule
+            self.target.reserve(len(tokens) + 1)
+            self.target.cache.restore(parts, len(tokens))
+            self._target_tokens = list(tokens)
 
     @property
     def onnx_seconds(self) -> float:

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
-import os
-import tempfile
 import zipfile
 from array import array
 from bisect import bisect_right
@@ -28,6 +25,7 @@ import numpy.typing as npt
 
 from specrun.models_cache.errors import CacheError, IntegrityError, UsageError
 from specrun.runtime.ngram_pool import NgramPool
+from specrun.runtime.npz_file import DAMAGED, read_array, write_arrays
 
 __all__ = ["Agreement", "Match", "NgramTable"]
 
@@ -78,24 +76,6 @@ def _checked(token: int) -> int:
     return token
 
 
-def _member(archive: zipfile.ZipFile, name: str, dtype: type[np.generic], dimensions: int) -> npt.NDArray[Any]:
-    """One array of the archive; every size is checked against the bytes there before anything is made of it."""
-    info = archive.getinfo(name)
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{name} is compressed")
-    data = archive.read(info)  # checks the CRC
-    stream = io.BytesIO(data)
-    if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError(f"{name} has another version")
-    shape, _, found = np.lib.format.read_array_header_1_0(stream)
-    if found != np.dtype(dtype) or len(shape) != dimensions:
-        raise ValueError(f"{name} holds {found} {shape}")
-    values = np.frombuffer(data, found, offset=stream.tell())
-    if values.size != math.prod(shape):
-        raise ValueError(f"{name} has {values.size} values, not {math.prod(shape)}")
-    return values
-
-
 def _read(file: BinaryIO, vocabulary: int) -> tuple[list[list[int]], list[list[int]]]:
     """The texts and the pool of a file that `NgramTable.save` wrote, as lists of tokens.
 
@@ -105,11 +85,11 @@ def _read(file: BinaryIO, vocabulary: int) -> tuple[list[list[int]], list[list[i
     if len(data) == _FILE_END:
         raise ValueError("too large")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        version = int(_member(archive, "format.npy", np.int64, 0)[0])
+        version = int(read_array(archive, "format", np.int64, ()))
         if version not in (1, _FORMAT):
             raise ValueError(f"format {version}, not {_FORMAT}")
-        texts = _lists(archive, "tokens.npy", "lengths.npy", vocabulary)
-        grams = _lists(archive, "pool.npy", "pool_lengths.npy", vocabulary) if version == _FORMAT else []
+        texts = _lists(archive, "tokens", "lengths", vocabulary)
+        grams = _lists(archive, "pool", "pool_lengths", vocabulary) if version == _FORMAT else []
     if any(len(gram) < 2 for gram in grams):
         raise ValueError("the pool has an n-gram of one token")
     return texts, grams
@@ -117,7 +97,10 @@ def _read(file: BinaryIO, vocabulary: int) -> tuple[list[list[int]], list[list[i
 
 def _lists(archive: zipfile.ZipFile, tokens_name: str, lengths_name: str, vocabulary: int) -> list[list[int]]:
     """Lists of tokens that were written one behind the other, with their lengths."""
-    tokens, lengths = _member(archive, tokens_name, np.uint32, 1), _member(archive, lengths_name, np.int64, 1)
+    tokens, lengths = (
+        read_array(archive, tokens_name, np.uint32, (None,)),
+        read_array(archive, lengths_name, np.int64, (None,)),
+    )
     ends = list(itertools.accumulate(lengths.tolist()))
     if (lengths.size and int(lengths.min()) < 1) or (ends[-1] if ends else 0) != tokens.size:
         raise ValueError("the lengths do not add up")
@@ -307,21 +290,11 @@ class NgramTable:
 
     def save(self, path: Path | str) -> None:
         """Write earlier texts and pool to a .npz file, whole or not at all; CacheError if the folder refuses."""
-        path = Path(path)
         arrays: dict[str, npt.NDArray[Any]] = {"format": np.array(_FORMAT, np.int64)}
         for lists, tokens, lengths in ((self._earlier, "tokens", "lengths"), ([*self.pool], "pool", "pool_lengths")):
             arrays[tokens] = np.array([token for one in lists for token in one], np.uint32)
             arrays[lengths] = np.array([len(one) for one in lists], np.int64)
-        temporary = None
-        try:
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
-                temporary = file.name
-                np.savez(file, **arrays)  # type: ignore[arg-type]
-            os.replace(temporary, path)
-        except OSError as error:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
-            raise CacheError(f"Cannot write {path}: {error.strerror}; choose another folder.") from error
+        write_arrays(Path(path), arrays)
 
     @classmethod
     def load(
@@ -347,7 +320,7 @@ class NgramTable:
                 texts, grams = _read(file, tokens)
         except OSError as error:
             raise CacheError(f"Cannot read {path}: {error.strerror}.") from error
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
+        except DAMAGED as error:
             raise IntegrityError(f"{path} is not a table of earlier texts ({error}): name another file.") from error
         for text in texts:
             table.add_text(text)
