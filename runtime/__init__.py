@@ -8,6 +8,7 @@ The path of a request: `engine` -> `stream` -> `loop`, which asks `proposers` fo
 ...     print(engine.generate("Write a haiku about tides.", max_tokens=64).text)
 """
 
+from specrun.runtime.async_stream import AsyncStream
 from specrun.runtime.backend import share_threads
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.engine import Engine
@@ -17,6 +18,7 @@ from specrun.runtime.stream import Piece, Stream
 
 __all__ = [
     "METHODS",
+    "AsyncStream",
     "ChatSession",
     "Engine",
     "Memory",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator
+from specrun.runtime.async_stream import AsyncStream, Worker
 from specrun.runtime.backend import default_threads, most_threads
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
@@ -82,6 +83,7 @@ class Engine:
         self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._lock = threading.Lock()
         self._process = os.getpid()
+        self.worker = Worker()
         self._owner: int | None = None
         self._end_stream: weakref.WeakMethod[Callable[[], None]] | None = None
         self._closed = False
@@ -116,6 +118,17 @@ class Engine:
         """Run a request to its end; the options are those of `RequestOptions`."""
         stream = self.stream(prompt, **options)
         for _ in stream:
+            continue
+        return stream.result
+
+    def astream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncStream:
+        """As `stream`, for `async for`: the request runs in a worker thread, after those that were begun before it."""
+        return AsyncStream(self, prompt, request_options(**options))
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:
+        """As `generate`, for `await`; cancelling the task cancels the request."""
+        stream = self.astream(prompt, **options)
+        async for _ in stream:
             continue
         return stream.result
 
@@ -269,6 +282,7 @@ class Engine:
                 end_stream()
         with self._exclusive():
             self._closed = True
+            self.worker.close()
             self.target.close()
             self.drafting.close()
             del self._open_session  # it holds the target's weights
