@@ -1,4 +1,4 @@
-"""Options that say what a text must fit, and what it is likely to be: --json-schema, --regex, --grammar."""
+"""Options that say what a text must fit (--json-schema, --regex, --grammar) or is likely to be (--prediction)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ _NAMES = ("json_schema", "regex", "grammar")
 
 
 def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--json-schema, --regex, --grammar."""
+    """--json-schema, --regex, --grammar, --prediction."""
     for option in (
+        click.option(
+            "--prediction",
+            type=click.Path(exists=True, dir_okay=False),
+            metavar="FILE",
+            help="Text that is likely to come, such as a file before a small change: drafts are copied from it.",
+        ),
         click.option(
             "--grammar",
             type=click.Path(exists=True, dir_okay=False),
@@ -33,12 +39,14 @@ def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def constraint_values(values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that `Engine.stream` takes, with files read."""
-    found = {name: values[name] for name in _NAMES}
+    found: dict[str, Any] = {name: values[name] for name in _NAMES}
     schema, grammar = found["json_schema"], found["grammar"]
     if schema is not None and schema.lstrip()[:1] not in ("{", "[", '"') and schema.strip() not in ("true", "false"):
         found["json_schema"] = read_text(schema, "--json-schema")
     if grammar is not None:
         found["grammar"] = read_text(grammar, "--grammar")
+    if values["prediction"] is not None:
+        found["prediction"] = read_text(values["prediction"], "--prediction")
     return found
 
 

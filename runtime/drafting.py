@@ -18,6 +18,7 @@ from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.head_estimate import HeadEstimate, estimates
 from specrun.runtime.heads import HEAD_METHODS, Heads
 from specrun.runtime.ngram_table import NgramTable
+from specrun.runtime.predicted_text import PredictedText
 from specrun.runtime.proposal import Proposer
 from specrun.runtime.proposers import draft as draft_method
 from specrun.runtime.proposers import ngram as ngram_method
@@ -121,7 +122,9 @@ class Drafting:
         if self.draft is not None:
             self.draft.reserve(length)
 
-    def proposer(self, request: Request, chooser: Chooser, costs: RoundCosts) -> Proposer | None:
+    def proposer(
+        self, request: Request, chooser: Chooser, costs: RoundCosts, prediction: PredictedText | None = None
+    ) -> Proposer | None:
         """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
         base, _, second = str(request.method).partition("+")
         fixed = request.options.draft_length
@@ -130,7 +133,7 @@ class Drafting:
         if base == "lookahead":
             return LookaheadProposer(self.table, request.lookahead, tokens=self._bundle.manifest.sizes.tokens)
         planner = DraftLengthPlanner(costs.width, beyond=costs.beyond, fixed=fixed)
-        ngram = ngram_method.NgramProposer(self.table, planner, self._ngram_estimate)
+        ngram = ngram_method.NgramProposer(self.table, planner, self._ngram_estimate, prediction)
         if base == "ngram":
             return ngram
         other: Planning

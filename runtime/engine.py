@@ -29,6 +29,7 @@ from specrun.runtime.forks import require_own_process
 from specrun.runtime.grammar import Grammars
 from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
+from specrun.runtime.predicted_text import PredictedText
 from specrun.runtime.proposal import Proposer
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
@@ -183,6 +184,17 @@ class Engine:
     def methods(self) -> tuple[str, ...]:
         """The methods that this engine can run, of `METHODS`, besides "auto"."""
         return self.drafting.methods
+
+    def method_of(self, request: Request) -> str:
+        """The method that a request is run with; UsageError if this engine cannot.
+
+        A prediction is for n-grams, so where no method is named, and a draft decides, n-grams go with it.
+        """
+        method = self.resolve_method(request.method or self.default_method)
+        if request.prediction and request.method is None and "ngram" not in method:
+            method += "+ngram"
+        self.require_method(method)
+        return method
 
     def require_method(self, method: str) -> None:
         """Raise UsageError, saying what is missing, if this engine cannot run a method."""
@@ -340,7 +352,10 @@ class Engine:
 
     def proposer(self, request: Request, chooser: Chooser) -> Proposer | None:
         """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
-        return self.drafting.proposer(request, chooser, self._costs)
+        prediction = None
+        if request.prediction and "ngram" in str(request.method):
+            prediction = PredictedText(self.tokenizer.encode(request.prediction, add_bos=False)[: self.context])
+        return self.drafting.proposer(request, chooser, self._costs, prediction)
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.

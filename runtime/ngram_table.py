@@ -40,7 +40,7 @@ LONGEST_MATCH: Final = 32
 CANDIDATES: Final = 8
 """Places of a longest n-gram that are compared, in the current text and in earlier texts each, the newest first."""
 
-Agreement = Literal["alone", "agree", "differ", "earlier"]
+Agreement = Literal["alone", "agree", "differ", "earlier", "predicted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class Match:
     length     tokens of the suffix that matched, counted up to 32: the longer, the likelier is the continuation
     tokens     what followed it, at least one token
     agreement  for each token: whether the occurrence before that one went on in the same way ("agree", "differ"), or
-               there is none that had gone along until then ("alone"); "earlier" for a match in an earlier text
+               there is none that had gone along until then ("alone"); "earlier" for a match in an earlier text,
+               "predicted" for one in a `PredictedText`
     """
 
     length: int

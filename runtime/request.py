@@ -49,6 +49,7 @@ class RequestOptions(TypedDict, total=False):
     sample_index         which of several samples of one seed this is (0)
     json_schema          the text fits this JSON schema (a dict, or JSON text); or regex: this regular expression; or
                          grammar: this grammar, in llguidance's Lark. The text ends where these say
+    prediction           text that is likely to come, such as a file before a small change: n-grams copy from it first
     """
 
     method: str | None
@@ -74,6 +75,7 @@ class RequestOptions(TypedDict, total=False):
     json_schema: Mapping[str, Any] | bool | str | None
     regex: str | None
     grammar: str | None
+    prediction: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Request:
     sample_index: int
     lookahead: LookaheadShape
     constraint: Constraint | None = None
+    prediction: str | None = None
 
 
 _SAMPLING_NAMES: Final = (
@@ -134,6 +137,11 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         raise UsageError(
             f"ignore_eos and {constraint.kind} exclude each other: the text must end where it is complete."
         )
+    prediction = given.get("prediction")
+    if prediction is not None and not isinstance(prediction, str):
+        raise UsageError(f"prediction must be text, not {prediction!r:.60}.")
+    if prediction and method not in (None, "auto", "none") and "ngram" not in method:
+        raise UsageError(f"A prediction is used by n-grams: choose a method with them, not '{method}'.")
     return Request(
         generation,
         method,
@@ -142,6 +150,7 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         sample_index,
         LookaheadShape() if shape is None else LookaheadShape.of(shape),
         constraint,
+        prediction,
     )
 
 

@@ -43,6 +43,17 @@ class TestConstraints:
         done = generate("--grammar", str(path))
         assert re.fullmatch("<[abc]{2}>", done.stdout.rstrip("\n"))
 
+    def test_prediction(self, tmp_path: Path) -> None:
+        """A right prediction is drafted from; a wrong one changes nothing."""
+        plain = generate("--method", "none").stdout
+        path = tmp_path / "predicted.txt"
+        for text in (plain, "something else"):
+            path.write_text(text, encoding="utf-8", newline="")
+            done = generate("--prediction", str(path), "--draft-length", "4", "--json")
+            body = json.loads(done.stdout)
+            assert body["text"] == plain.removesuffix("\n")
+            assert (body["speculation"]["accepted"] > 5) == (text == plain)
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
