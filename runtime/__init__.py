@@ -12,6 +12,7 @@ from specrun.runtime.async_stream import AsyncStream
 from specrun.runtime.backend import share_threads
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.engine import Engine
+from specrun.runtime.grammar import response_format_options
 from specrun.runtime.request import METHODS, RequestOptions
 from specrun.runtime.result import Memory, Result, SpeculationStats, Timings, Token, Usage
 from specrun.runtime.stream import Piece, Stream
@@ -30,5 +31,6 @@ __all__ = [
     "Timings",
     "Token",
     "Usage",
+    "response_format_options",
     "share_threads",
 ]
