@@ -143,4 +143,4 @@ def test_packed_by_pyinstaller(display: str, tiny: str, tmp_path: Path) -> None:
     expected = ask(display, [sys.executable, str(DESKTOP / "desktop.py")], tiny, "--ask", "Hello")
     assert answered.stdout == expected.stdout
     size = sum(path.stat().st_size for path in (tmp_path / "dist").rglob("*") if path.is_file())
-    assert size < 400e6
+    assert size < 250e6
