@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from specrun.cli.answer import show_answer
+from specrun.cli.constraints import constraint_options, constraint_values
 from specrun.cli.opening import open_engine
 from specrun.cli.options import engine_values, request_values, writing_options
 from specrun.cli.output import echo_json, is_terminal, note, stats_line, use_colour
@@ -18,6 +19,7 @@ from specrun.cli.output import echo_json, is_terminal, note, stats_line, use_col
 @click.argument("prompt", required=False, metavar="[PROMPT|-]")
 @click.option("--file", "-f", type=click.Path(exists=True, dir_okay=False), help="Read the prompt from this file.")
 @writing_options
+@constraint_options
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option(
     "--n",
@@ -60,13 +62,15 @@ def generate(
       echo "def add(a, b):" | specrun generate --raw -
       specrun generate --temperature 0.8 --seed 1 --n 3 "Name a colour."
       specrun generate --json --tokens "Say hello." | jq .speculation
+      specrun generate --regex "yes|no" "Is the sea salty?"
 
     With --json and --n above 1 the object is {"samples": [...]}, with one object for each sample.
     """
     from specrun.models_cache.errors import UsageError
     from specrun.runtime.request import request_options
 
-    request = {**request_values(values), "system": system, "raw": raw, "logprobs": logprobs}
+    request = {**request_values(values), **constraint_values(values)}
+    request |= {"system": system, "raw": raw, "logprobs": logprobs}
     if not as_json and (tokens or logprobs is not None):
         raise UsageError("--tokens and --logprobs are shown in JSON only: add --json.")
     if request_options(**request).options.sampling.greedy and samples > 1:

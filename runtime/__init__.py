@@ -8,10 +8,12 @@ The path of a request: `engine` -> `stream` -> `loop`, which asks `proposers` fo
 ...     print(engine.generate("Write a haiku about tides.", max_tokens=64).text)
 """
 
+from specrun.runtime.async_stream import AsyncStream
 from specrun.runtime.backend import share_threads
 from specrun.runtime.batch import BatchAnswer, BatchEngine, BatchRequest, BatchStats
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.engine import Engine
+from specrun.runtime.grammar import response_format_options
 from specrun.runtime.request import METHODS, RequestOptions
 from specrun.runtime.result import Memory, Result, SpeculationStats, Timings, Token, Usage
 from specrun.runtime.running import Piece
@@ -19,6 +21,7 @@ from specrun.runtime.stream import Stream
 
 __all__ = [
     "METHODS",
+    "AsyncStream",
     "BatchAnswer",
     "BatchEngine",
     "BatchRequest",
@@ -34,5 +37,6 @@ __all__ = [
     "Timings",
     "Token",
     "Usage",
+    "response_format_options",
     "share_threads",
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specrun.models_cache.errors import BackendError
+from specrun.runtime.forks import keep_over_forks
 
 INSTALL_HINT = "install it with `pip install 'specrun[cpu]'`, or `pip install 'specrun[gpu]'` for an NVIDIA GPU"
 
@@ -98,9 +99,11 @@ def create_session(path: Path, *, threads: int, device: str = "cpu", shared_cpu:
     if shared_cpu and not _POOL.shared:
         options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
-        return ort.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises classes of its own without a common base
         raise BackendError(f"ONNX Runtime {ort.__version__} refused {path.name}: {first_line(error)}") from error
+    keep_over_forks(session)
+    return session
 
 
 def _take_pool(ort: Any, threads: int) -> None:

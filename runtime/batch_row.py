@@ -98,7 +98,7 @@ class BatchRow:
 
     def proposer(self, request: Request, chooser: Chooser) -> OfferedNgrams | None:
         """N-grams over a text of its own, or None."""
-        self._offered = self._engine.drafting.row_proposer(request)
+        self._offered = self._engine.drafting.row_proposer(request, self._engine.prediction(request))
         return self._offered
 
     def prepare(self, prompt: Sequence[int], length: int, *, method: str = "none") -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.runtime.request import RequestOptions, request_options
+from specrun.runtime.session_file import read_session, save_session
 from specrun.runtime.stream import Stream
 
 if TYPE_CHECKING:
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class ChatSession:
-    """Turns of one conversation. What counts as said is what was delivered, also when an answer was cut short."""
+    """Turns of one conversation. What counts as said is what was delivered, also when an answer was cut short.
+
+    Each turn reads only what the engine does not hold yet: the turns before, as long as no other request came between.
+    """
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:
         self._engine = engine
@@ -46,6 +51,30 @@ class ChatSession:
             raise UsageError(f"The conversation has {len(users)} turns: {turns} cannot be taken back.")
         if turns:
             del self._messages[users[-turns] :]
+
+    def fork(self) -> ChatSession:
+        """A second conversation that begins as this one; both go their own way and share what the engine holds."""
+        self._settle()
+        return ChatSession._of(self._engine, self._messages)
+
+    def save(self, path: Path | str) -> None:
+        """Write the conversation, and what the engine holds of its KV, to an .npz file, whole or not at all.
+
+        `Engine.load_session` reads it. Errors: CacheError if the folder refuses.
+        """
+        self._settle()
+        save_session(self._engine, self._messages, Path(path))
+
+    @classmethod
+    def load(cls, engine: Engine, path: Path | str) -> ChatSession:
+        """A conversation that `save` wrote, as `Engine.load_session`."""
+        return cls._of(engine, read_session(engine, Path(path)))
+
+    @classmethod
+    def _of(cls, engine: Engine, messages: Iterable[Mapping[str, Any]]) -> ChatSession:
+        session = cls(engine)
+        session._messages = list(messages)
+        return session
 
     def _settle(self) -> None:
         """Write the newest answer into the history."""

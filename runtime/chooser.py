@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.runtime.acceptance import OPEN, NodeStep, accept_tree, choose_child, sampled_children
+from specrun.runtime.grammar import Matcher
 from specrun.runtime.options import GenerationOptions
 from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposal import EMPTY, Proposal
 from specrun.runtime.result import Source, Token
 from specrun.runtime.sampling import (
     Distribution,
+    Mask,
     RandomStream,
     TokenCounts,
     coupled_token,
@@ -31,8 +33,8 @@ class Chooser:
     """Turns rows of logits into tokens. `options.sampling.seed` must be set unless it is greedy.
 
     tokens: real size of the vocabulary. sample_index: which of several samples of one request this is. margin: by how
-    much a choice must win, in logits, on a row that is not exact; None where such rows are never trusted. `noise` is
-    that of coupled sampling, for heads that look at the same positions.
+    much a choice must win, in logits, on a row that is not exact; None where such rows are never trusted. grammar: what
+    the completion must fit. `noise` is that of coupled sampling, for heads that look at the same positions.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Chooser:
         eos: Sequence[int],
         sample_index: int = 0,
         margin: float | None = None,
+        grammar: Matcher | None = None,
     ) -> None:
         self._options = options
         self._sampling = options.sampling
@@ -56,6 +59,7 @@ class Chooser:
         self._plain_greedy = self._sampling.greedy and not self._sampling.penalised
         self._counts = TokenCounts(prompt) if self._sampling.penalised else None
         self._counted = 0
+        self._grammar = grammar
         self.noise = PositionNoise(self._seed, sample_index, tokens)
         drawn = self._sampling.mode == "rejection" and not self._sampling.greedy
         self._stream = RandomStream(self._seed, sample_index) if drawn else None
@@ -80,13 +84,14 @@ class Chooser:
 
         def step(node: int, children: tuple[int, ...]) -> NodeStep:
             row, position = logits[node + 1], committed + len(drafts)
-            p = None if self._plain_greedy else self._distribution(row, drafts, committed)
+            mask = self._mask(position, drafts)
+            p = None if self._plain_greedy else self._distribution(row, drafts, committed, mask)
             if p is not None and self._stream is not None:
                 rows.append(p)
                 taken = self._drawn(p, proposal, node, children, self._stream)
             else:
-                choice = self._choice(row, p, position)
-                sure = node < exact or self._margin is None or self._wins(row, p, position, choice, self._margin)
+                choice = self._best(row, position, mask) if p is None else self._coupled(p, position)
+                sure = node < exact or self._margin is None or self._wins(row, p, position, choice, mask)
                 taken = choose_child(children, choice) if sure else OPEN
             if taken.child is not None:
                 drafts.append(children[taken.child])
@@ -96,18 +101,15 @@ class Chooser:
         ended = bool(drafts) and drafts[-1] in self._ends
         return settle(proposal, outcome, whole=self._margin is not None, rows=rows, ended=ended)
 
-    def _choice(self, row: NDArray[np.float32], p: Distribution | None, position: int) -> int:
-        """The target's own choice: coupled by the distribution of the row, without one the best of it."""
-        return self._best(row, position) if p is None else self._coupled(p, position)
-
     def _wins(
-        self, row: NDArray[np.float32], p: Distribution | None, position: int, choice: int, margin: float
+        self, row: NDArray[np.float32], p: Distribution | None, position: int, choice: int, mask: Mask | None
     ) -> bool:
         """Whether the choice would be the same if its logit were lower by the margin, under the same noise."""
+        margin = self._margin or 0.0
         if p is None:
             row = row.copy()
             row[choice] -= margin
-            return self._best(row, position) == choice
+            return self._best(row, position, mask) == choice
         weights = p.probs.copy()
         weights[p.ids.searchsorted(choice)] *= math.exp(-margin / self._sampling.temperature)
         return self._coupled(Distribution(p.ids, weights), position) == choice
@@ -137,16 +139,22 @@ class Chooser:
         Under the rejection rule the token is drawn from the draft's own distribution q. Otherwise it is the draft's
         guess of what the target will choose: its argmax, or its sample under the target's own noise.
         """
-        position = committed + len(drafts)
+        position, mask = committed + len(drafts), None
+        if self._grammar is not None and committed == self._prompt_length + len(self._grammar):
+            mask = self._grammar.allowed(drafts)  # None behind a draft token that is forbidden or ends the text
+            if mask is not None and not np.isfinite(logits[: mask.size][mask[: logits.size]]).any():
+                mask = None  # the draft knows none of the tokens that may come
         if self._plain_greedy:
-            return self._best(logits, position), None
-        q = self._distribution(logits, drafts, committed)
+            return self._best(logits, position, mask), None
+        q = self._distribution(logits, drafts, committed, mask)
         if self._stream is not None:
             return sample(q, self._stream.uniform()), q
         return self._coupled(q, position), None
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Count tokens that were committed."""
+        if self._grammar is not None:
+            self._grammar.commit(tokens)
         if self._counts is not None:
             self._counts.rewind_to(self._counted)
             for token in tokens:
@@ -164,13 +172,36 @@ class Chooser:
         number = position - self._prompt_length + 1
         return None if self._options.may_end(number) or self._options.ignore_eos else self._eos
 
-    def _best(self, row: NDArray[np.float32], position: int) -> int:
-        return int(greedy_tokens(row[None], self._tokens, self._banned(position))[0])
+    def _mask(self, position: int, drafts: Sequence[int]) -> Mask | None:
+        """What the grammar allows at a position of the target, behind `drafts` that it allowed.
 
-    def _distribution(self, row: NDArray[np.float32], drafts: Sequence[int], committed: int) -> Distribution:
+        Where only the end of the text is left, min_tokens does not hold it off.
+        """
+        if self._grammar is None:
+            return None
+        mask = self._grammar.allowed(drafts)
+        if mask is None:
+            raise ValueError(f"draft tokens {drafts} are not of the grammar")
+        banned = self._banned(position)
+        if banned is not None:
+            held = mask.copy()
+            held[list(banned)] = False
+            mask = held if held.any() else mask
+        return mask
+
+    def _best(self, row: NDArray[np.float32], position: int, mask: Mask | None) -> int:
+        return int(greedy_tokens(row[None], self._tokens, self._bans(position, mask), mask)[0])
+
+    def _bans(self, position: int, mask: Mask | None) -> tuple[int, ...] | None:
+        """Ids that are banned at a position; a mask knows them already."""
+        return self._banned(position) if mask is None else None
+
+    def _distribution(
+        self, row: NDArray[np.float32], drafts: Sequence[int], committed: int, mask: Mask | None
+    ) -> Distribution:
         if self._counts is not None:
             self._counts.rewind_to(self._counted)
             for token in drafts:
                 self._counts.push(token)
-        banned = self._banned(committed + len(drafts))
-        return distribution(row, self._counts, self._sampling, tokens=self._tokens, banned=banned)
+        banned = self._bans(committed + len(drafts), mask)
+        return distribution(row, self._counts, self._sampling, tokens=self._tokens, banned=banned, allowed=mask)

@@ -18,6 +18,7 @@ from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.head_estimate import HeadEstimate, estimates
 from specrun.runtime.heads import HEAD_METHODS, Heads
 from specrun.runtime.ngram_table import NgramTable
+from specrun.runtime.predicted_text import PredictedText
 from specrun.runtime.proposal import Proposer
 from specrun.runtime.proposers import draft as draft_method
 from specrun.runtime.proposers import ngram as ngram_method
@@ -132,7 +133,9 @@ class Drafting:
         if self.draft is not None:
             self.draft.reserve(length)
 
-    def proposer(self, request: Request, chooser: Chooser, costs: RoundCosts) -> Proposer | None:
+    def proposer(
+        self, request: Request, chooser: Chooser, costs: RoundCosts, prediction: PredictedText | None = None
+    ) -> Proposer | None:
         """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
         base, _, second = str(request.method).partition("+")
         fixed = request.options.draft_length
@@ -141,7 +144,7 @@ class Drafting:
         if base == "lookahead":
             return LookaheadProposer(self.table, request.lookahead, tokens=self._bundle.manifest.sizes.tokens)
         planner = DraftLengthPlanner(costs.width, beyond=costs.beyond, fixed=fixed)
-        ngram = ngram_method.NgramProposer(self.table, planner, self._ngram_estimate)
+        ngram = ngram_method.NgramProposer(self.table, planner, self._ngram_estimate, prediction)
         if base == "ngram":
             return ngram
         other: Planning
@@ -151,13 +154,14 @@ class Drafting:
             other = self._draft_proposer(request, chooser, costs)
         return CombinedProposer(ngram, other, self.heads.lift(base), fixed=fixed is not None) if second else other
 
-    def row_proposer(self, request: Request) -> OfferedNgrams | None:
+    def row_proposer(self, request: Request, prediction: PredictedText | None = None) -> OfferedNgrams | None:
         """The proposer of a request in a row of a batch, by method "ngram" or "none": its width is chosen later."""
         fixed = request.options.draft_length
         if request.method == "none" or fixed == 0:
             return None
         planner = DraftLengthPlanner(lambda width: 1.0, fixed=fixed)
-        return OfferedNgrams(ngram_method.NgramProposer(self.table.beside(), planner, self._ngram_estimate))
+        ngram = ngram_method.NgramProposer(self.table.beside(), planner, self._ngram_estimate, prediction)
+        return OfferedNgrams(ngram)
 
     def finish(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -17,15 +18,19 @@ from numpy.typing import NDArray
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator
+from specrun.runtime.async_stream import AsyncStream, Worker
 from specrun.runtime.backend import default_threads, most_threads
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.drafting import Drafting
+from specrun.runtime.forks import require_own_process
+from specrun.runtime.grammar import Grammars
 from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.kv_shape import KVShape
+from specrun.runtime.predicted_text import PredictedText
 from specrun.runtime.proposal import Proposer
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
@@ -70,6 +75,7 @@ class Engine:
         self.threads = threads or default_threads()
         self.context = min(context or manifest.sizes.context, manifest.sizes.context)
         self.tokenizer = Tokenizer.from_bundle(bundle)
+        self.grammars = Grammars(self.tokenizer)
         if isinstance(draft, Bundle):
             self.tokenizer.require_same_vocabulary(Tokenizer.from_bundle(draft))
         self._open_session = session_opener(bundle, self.threads, device, shared_cpu=isinstance(draft, Bundle))
@@ -81,6 +87,8 @@ class Engine:
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._lock = threading.Lock()
+        self._process = os.getpid()
+        self.worker = Worker()
         self._owner: int | None = None
         self._end_stream: weakref.WeakMethod[Callable[[], None]] | None = None
         self._closed = False
@@ -118,12 +126,31 @@ class Engine:
             continue
         return stream.result
 
+    def astream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncStream:
+        """As `stream`, for `async for`: the request runs in a worker thread, after those that were begun before it."""
+        return AsyncStream(self, prompt, request_options(**options))
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:
+        """As `generate`, for `await`; cancelling the task cancels the request."""
+        stream = self.astream(prompt, **options)
+        async for _ in stream:
+            continue
+        return stream.result
+
     def chat(self, system: str | None = None) -> ChatSession:
         """A conversation that reuses the KV of the turns before."""
         return ChatSession(self, system)
 
+    def load_session(self, path: Path | str) -> ChatSession:
+        """A conversation that `ChatSession.save` wrote, with its KV where that was made on this very machine.
+
+        Errors: IntegrityError for a damaged file or one of another model, CacheError if it cannot be read.
+        """
+        return ChatSession.load(self, path)
+
     def encode(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text in the model's chat template, or as it is with `raw` or without a template."""
+        require_own_process(self._process)
         if not isinstance(prompt, str) and not (
             isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt)
         ):
@@ -161,6 +188,17 @@ class Engine:
     def methods(self) -> tuple[str, ...]:
         """The methods that this engine can run, of `METHODS`, besides "auto"."""
         return self.drafting.methods
+
+    def method_of(self, request: Request) -> str:
+        """The method that a request is run with; UsageError if this engine cannot.
+
+        A prediction is for n-grams, so where no method is named, and a draft decides, n-grams go with it.
+        """
+        method = self.resolve_method(request.method or self.default_method)
+        if request.prediction and request.method is None and "ngram" not in method:
+            method += "+ngram"
+        self.require_method(method)
+        return method
 
     def require_method(self, method: str) -> None:
         """Raise UsageError, saying what is missing, if this engine cannot run a method."""
@@ -221,6 +259,21 @@ class Engine:
             self._target_tokens = list(tokens)
         return row
 
+    def copy_kv(self, tokens: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Keys and values f32 [kv_heads, n, head_dim] of the first n of these tokens: those that the target holds."""
+        with self._exclusive():
+            held = self._target_tokens[: self.target.length] if self.target.width_rule == self._held_rule else []
+            return self.target.cache.copy_of(shared_prefix(held, tokens))
+
+    def restore_kv(self, tokens: Sequence[int], parts: Sequence[NDArray[np.float32]]) -> None:
+        """Let the target hold these tokens, by what `copy_kv` gave on this machine."""
+        with self._exclusive():
+            self.target.rewind_to(0)
+            self._target_tokens, self._held_rule = [], self.target.width_rule
+            self.target.reserve(len(tokens) + 1)
+            self.target.cache.restore(parts, len(tokens))
+            self._target_tokens = list(tokens)
+
     @property
     def onnx_seconds(self) -> float:
         """Seconds that all runs of target, draft and heads spent inside ONNX Runtime so far."""
@@ -234,9 +287,10 @@ class Engine:
     def close(self) -> None:
         """Free sessions and buffers; may be called twice. The engine cannot be used afterwards.
 
-        A stream of this thread that is still open ends; those of other threads are waited for.
+        A stream of this thread that is still open ends; those of other threads are waited for. In a process that was
+        forked from the engine's own, nothing is freed.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         if self._owner == threading.get_ident() and self._end_stream is not None:
             end_stream = self._end_stream()
@@ -244,6 +298,7 @@ class Engine:
                 end_stream()
         with self._exclusive():
             self._closed = True
+            self.worker.close()
             self.target.close()
             self.drafting.close()
             del self._open_session  # it holds the target's weights
@@ -263,6 +318,7 @@ class Engine:
 
         end_stream: what `close` calls to end the request early.
         """
+        require_own_process(self._process)
         if self._owner == threading.get_ident():
             raise SpecrunError("The engine is busy with a stream of this thread: finish or close that stream first.")
         self._lock.acquire()
@@ -274,6 +330,7 @@ class Engine:
 
     def keep(self) -> None:
         """The thread that reads on now holds the engine: a stream may be handed from one to another."""
+        require_own_process(self._process)
         self._owner = threading.get_ident()
 
     def release(self) -> None:
@@ -299,7 +356,13 @@ class Engine:
 
     def proposer(self, request: Request, chooser: Chooser) -> Proposer | None:
         """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
-        return self.drafting.proposer(request, chooser, self._costs)
+        return self.drafting.proposer(request, chooser, self._costs, self.prediction(request))
+
+    def prediction(self, request: Request) -> PredictedText | None:
+        """The text that a request says is likely to come, for methods that copy."""
+        if not request.prediction or "ngram" not in str(request.method):
+            return None
+        return PredictedText(self.tokenizer.encode(request.prediction, add_bos=False)[: self.context])
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.

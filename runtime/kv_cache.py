@@ -107,6 +107,16 @@ class KVCache:
                 array[row][:, start + moved : start + len(kept)] = array[row][:, source]
         self.lengths[row] = start + len(kept)
 
+    def copy_of(self, length: int, row: int = 0) -> list[NDArray[np.float32]]:
+        """A copy of the first `length` positions of a row: f32 [kv_heads, length, head_dim] of each buffer."""
+        return [array[row, :, :length].copy() for array in self._arrays]
+
+    def restore(self, parts: Sequence[NDArray[np.float32]], length: int, row: int = 0) -> None:
+        """Let a row hold what `copy_of` gave; the room must have been reserved."""
+        for array, part in zip(self._arrays, parts, strict=True):
+            array[row, :, :length] = part
+        self.lengths[row] = length
+
     def close(self) -> None:
         """Free the buffers."""
         self.values, self._arrays = [], []

@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import os
-import re
-import struct
-import tempfile
 import zipfile
 from array import array
 from bisect import bisect_right
@@ -29,6 +25,7 @@ import numpy.typing as npt
 
 from specrun.models_cache.errors import CacheError, IntegrityError, UsageError
 from specrun.runtime.ngram_pool import KEYS, NgramPool
+from specrun.runtime.npz_file import DAMAGED, read_array, write_arrays
 from specrun.runtime.proposal import MAX_NODES
 
 __all__ = ["Agreement", "Match", "NgramTable"]
@@ -38,13 +35,12 @@ _TOKEN_BITS: Final = 32
 _TOKEN_END: Final = 2**_TOKEN_BITS - 1  # token + 1 must fit into the bits
 _NONE: Final = -1
 _FILE_END: Final = 16 << 20
-_HEADER: Final = re.compile(rb"\{'descr': '([<>|=]\w\d)', 'fortran_order': False, 'shape': \((\d{0,9}),?\), \} *\n")
 
 LONGEST_MATCH: Final = 32
 CANDIDATES: Final = 8
 """Places of a longest n-gram that are compared, in the current text and in earlier texts each, the newest first."""
 
-Agreement = Literal["alone", "agree", "differ", "earlier"]
+Agreement = Literal["alone", "agree", "differ", "earlier", "predicted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,8 @@ class Match:
     length     tokens of the suffix that matched, counted up to 32: the longer, the likelier is the continuation
     tokens     what followed it, at least one token
     agreement  for each token: whether the occurrence before that one went on in the same way ("agree", "differ"), or
-               there is none that had gone along until then ("alone"); "earlier" for a match in an earlier text
+               there is none that had gone along until then ("alone"); "earlier" for a match in an earlier text,
+               "predicted" for one in a `PredictedText`
     """
 
     length: int
@@ -80,24 +77,6 @@ def _checked(token: int) -> int:
     return token
 
 
-def _member(archive: zipfile.ZipFile, name: str, dtype: type[np.generic], dimensions: int) -> npt.NDArray[Any]:
-    """One array of the archive; every size is checked against the bytes there before anything is made of it."""
-    info = archive.getinfo(name)
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{name} is compressed")
-    data = archive.read(info)  # checks the CRC
-    if data[:8] != b"\x93NUMPY\x01\x00":
-        raise ValueError(f"{name} has another version")
-    start = 10 + int.from_bytes(data[8:10], "little")
-    header = _HEADER.fullmatch(data[10:start])  # numpy's own reader fails in many ways
-    if header is None or np.dtype(header[1].decode()) != np.dtype(dtype) or (header[2] != b"") != (dimensions == 1):
-        raise ValueError(f"{name} holds other values")
-    values = np.frombuffer(data, dtype, offset=start)
-    if values.size != int(header[2] or 1):
-        raise ValueError(f"{name} has {values.size} values, not {int(header[2] or 1)}")
-    return values
-
-
 def _read(file: BinaryIO, vocabulary: int) -> tuple[_Lists, _Lists]:
     """The texts and the pool of a file that `NgramTable.save` wrote.
 
@@ -107,12 +86,12 @@ def _read(file: BinaryIO, vocabulary: int) -> tuple[_Lists, _Lists]:
     if len(data) == _FILE_END:
         raise ValueError("too large")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        version = int(_member(archive, "format.npy", np.int64, 0)[0])
+        version = int(read_array(archive, "format", np.int64, ()))
         if version not in (1, _FORMAT):
             raise ValueError(f"format {version}, not {_FORMAT}")
-        texts = _lists(archive, "tokens.npy", "lengths.npy", vocabulary)
+        texts = _lists(archive, "tokens", "lengths", vocabulary)
         empty = _Lists(np.zeros(0, np.uint32), np.zeros(0, np.int64))
-        grams = _lists(archive, "pool.npy", "pool_lengths.npy", vocabulary) if version == _FORMAT else empty
+        grams = _lists(archive, "pool", "pool_lengths", vocabulary) if version == _FORMAT else empty
     sizes = grams.lengths
     if sizes.size > KEYS * MAX_NODES or (sizes.size and not 2 <= int(sizes.min()) <= int(sizes.max()) <= MAX_NODES):
         raise ValueError("the pool has other n-grams than are kept")
@@ -140,7 +119,8 @@ class _Lists:
 
 
 def _lists(archive: zipfile.ZipFile, tokens_name: str, lengths_name: str, vocabulary: int) -> _Lists:
-    tokens, lengths = _member(archive, tokens_name, np.uint32, 1), _member(archive, lengths_name, np.int64, 1)
+    tokens = read_array(archive, tokens_name, np.uint32, (None,))
+    lengths = read_array(archive, lengths_name, np.int64, (None,))
     if lengths.size and not 1 <= int(lengths.min()) <= int(lengths.max()) <= tokens.size:
         raise ValueError("there are lists without tokens, or with more than there are")
     if int(lengths.sum()) != tokens.size:
@@ -337,21 +317,11 @@ class NgramTable:
 
     def save(self, path: Path | str) -> None:
         """Write earlier texts and pool to a .npz file, whole or not at all; CacheError if the folder refuses."""
-        path = Path(path)
         arrays: dict[str, npt.NDArray[Any]] = {"format": np.array(_FORMAT, np.int64)}
         for lists, tokens, lengths in ((self._earlier, "tokens", "lengths"), ([*self.pool], "pool", "pool_lengths")):
             arrays[tokens] = np.array([token for one in lists for token in one], np.uint32)
             arrays[lengths] = np.array([len(one) for one in lists], np.int64)
-        temporary = None
-        try:
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
-                temporary = file.name
-                np.savez(file, **arrays)  # type: ignore[arg-type]
-            os.replace(temporary, path)
-        except OSError as error:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
-            raise CacheError(f"Cannot write {path}: {error.strerror}; choose another folder.") from error
+        write_arrays(Path(path), arrays)
 
     @classmethod
     def load(
@@ -377,7 +347,7 @@ class NgramTable:
                 texts, grams = _read(file, tokens)
         except OSError as error:
             raise CacheError(f"Cannot read {path}: {error.strerror}.") from error
-        except (ValueError, KeyError, TypeError, EOFError, struct.error, zipfile.BadZipFile, RuntimeError) as error:
+        except DAMAGED as error:
             raise IntegrityError(f"{path} is not a table of earlier texts ({error}): name another file.") from error
         for text in texts.newest(earlier_tokens):
             table.add_text(text)

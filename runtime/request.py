@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict, Unpack
 
 from specrun.models_cache.errors import UsageError
+from specrun.runtime.grammar import Constraint, constraint_of
 from specrun.runtime.lookahead import LookaheadShape
 from specrun.runtime.options import GenerationOptions, SamplingMode, SamplingOptions
 
@@ -46,6 +47,9 @@ class RequestOptions(TypedDict, total=False):
     ignore_eos           end-of-text ids are ordinary tokens (False)
     system               a system message; raw: the prompt is not put into the chat template (False)
     sample_index         which of several samples of one seed this is (0)
+    json_schema          the text fits this JSON schema (a dict, or JSON text); or regex: this regular expression; or
+                         grammar: this grammar, in llguidance's Lark. The text ends where these say
+    prediction           text that is likely to come, such as a file before a small change: n-grams copy from it first
     """
 
     method: str | None
@@ -68,6 +72,10 @@ class RequestOptions(TypedDict, total=False):
     system: str | None
     raw: bool
     sample_index: int
+    json_schema: Mapping[str, Any] | bool | str | None
+    regex: str | None
+    grammar: str | None
+    prediction: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,8 @@ class Request:
     raw: bool
     sample_index: int
     lookahead: LookaheadShape
+    constraint: Constraint | None = None
+    prediction: str | None = None
 
 
 _SAMPLING_NAMES: Final = (
@@ -122,6 +132,16 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         sampling=sampling if sampling.greedy else sampling.seeded(),
         **{name: given[name] for name in _GENERATION_NAMES if name in given},
     )
+    constraint = constraint_of(given)
+    if constraint is not None and generation.ignore_eos:
+        raise UsageError(
+            f"ignore_eos and {constraint.kind} exclude each other: the text must end where it is complete."
+        )
+    prediction = given.get("prediction")
+    if prediction is not None and not isinstance(prediction, str):
+        raise UsageError(f"prediction must be text, not {prediction!r:.60}.")
+    if prediction and method not in (None, "auto", "none") and "ngram" not in method:
+        raise UsageError(f"A prediction is used by n-grams: choose a method with them, not '{method}'.")
     return Request(
         generation,
         method,
@@ -129,6 +149,8 @@ def request_options(**options: Unpack[RequestOptions]) -> Request:
         bool(given.get("raw", False)),
         sample_index,
         LookaheadShape() if shape is None else LookaheadShape.of(shape),
+        constraint,
+        prediction,
     )
 
 

@@ -69,6 +69,7 @@ class Running:
         self._engine = engine
         self._wrap = wrap
         self._length_limit = self._check_length()
+        self._matcher = engine.grammars.matcher(request.constraint)
         self._tokens: list[Token] = []
         self._pending: list[Token] = []  # emitted, but their text is not sure yet
         self._text: list[str] = []
@@ -138,6 +139,7 @@ class Running:
             eos=eos,
             sample_index=request.sample_index,
             margin=engine.margin,
+            grammar=self._matcher,
         )
         proposer = place.proposer(request, chooser)
         if self._wrap is not None:

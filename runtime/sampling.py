@@ -1,7 +1,6 @@
 """From logits to a distribution, and from a distribution to a token: one code path for target and draft alike.
 
-The order of `distribution` is fixed: padding and banned ids, penalties, temperature, top-k, top-p, min-p. Greedy runs
-without penalties never come here; they take `greedy_tokens`.
+The order of `distribution` is fixed; greedy runs without penalties never come there, they take `greedy_tokens`.
 
 Random numbers are Philox4x64-10 (Salmon et al. 2011) with key (seed, sample index); numpy keeps `random_raw` of this
 generator the same on every platform and release. The 256-bit counter holds, from its lowest 64-bit word: block,
@@ -37,11 +36,12 @@ __all__ = [
 ]
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Noise = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.uint64]]
 
 _WORD: Final = 64
-_LANE_STREAM: Final = 1 << (3 * _WORD)
+_LANE_STREAM: Final = 1 << 3 * _WORD
 _UNIT: Final = 2.0**-53
 _CHUNK: Final = 8192  # small enough for the processor's cache and for malloc to reuse
 _JUMP: Final = 1000  # jumping to one noise value costs about as much as drawing so many of the row
@@ -149,7 +149,7 @@ class TokenCounts:
         """Keep the first `length` output tokens; ValueError if there are fewer."""
         if not 0 <= length <= len(self._tokens):
             raise ValueError(f"cannot rewind to {length}: there are {len(self._tokens)} output tokens")
-        while len(self._tokens) > length:
+        for _ in range(len(self._tokens) - length):
             self.pop()
 
     def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -181,18 +181,22 @@ def _checked(row: npt.NDArray[Any], peak: float) -> None:
         raise BackendError("The graph gave logits that are not numbers: export it again in a higher precision.")
 
 
-def greedy_tokens(logits: npt.NDArray[np.float32], tokens: int, banned: Ids | None = None) -> npt.NDArray[np.int64]:
-    """The most probable id of each row, the lowest one on ties.
-
-    logits  f32 [rows, V]; only the first `tokens` columns are real tokens
-    banned  ids that may not be emitted in any of these rows
-    returns i64 [rows]; errors as in `distribution`
-    """
-    real = logits[:, :tokens]
+def _possible(logits: npt.NDArray[np.float32], banned: Ids | None, allowed: Mask | None) -> npt.NDArray[np.float32]:
+    """Logits [..., n], in a copy if need be, with those that may not be emitted at -inf."""
     if banned is not None and len(banned):
-        real = real.copy()
-        ids = np.asarray(banned, np.int64)
-        real[:, ids[ids < real.shape[1]]] = -np.inf
+        logits, ids = logits.copy(), np.asarray(banned, np.int64)
+        logits[..., ids[ids < logits.shape[-1]]] = -np.inf
+    return logits if allowed is None else np.where(allowed[: logits.shape[-1]], logits, -np.float32(np.inf))
+
+
+def greedy_tokens(
+    logits: npt.NDArray[np.float32], tokens: int, banned: Ids | None = None, allowed: Mask | None = None
+) -> npt.NDArray[np.int64]:
+    """The most probable id of each row, the lowest one on ties: i64 [rows], of logits f32 [rows, V].
+
+    tokens, banned, allowed and errors as in `distribution`, the same for all these rows
+    """
+    real = _possible(logits[:, :tokens], banned, allowed)
     best: npt.NDArray[np.int64] = real.argmax(axis=1).astype(np.int64, copy=False)
     for row, token in zip(real, best, strict=True):
         _checked(row, float(row[token]))
@@ -224,8 +228,12 @@ def _nucleus(weights: Floats, top_p: float) -> npt.NDArray[np.int64]:
     return candidates[_largest(values, int(sums.searchsorted(top_p * total)) + 1)]
 
 
-def _penalise(row: npt.NDArray[np.float32], history: TokenCounts, options: SamplingOptions) -> None:
-    """Apply the penalties to a row f32 [tokens] in place (computed in f64)."""
+def _penalised(
+    row: npt.NDArray[np.float32], history: TokenCounts | None, options: SamplingOptions
+) -> npt.NDArray[np.float32]:
+    """A row f32 [tokens] with the penalties applied (computed in f64)."""
+    if history is None:
+        raise UsageError("A penalty needs the tokens before: pass their TokenCounts as history.")
     ids, output = history.arrays()
     if ids.size and int(ids.max()) >= row.size:  # a draft may know fewer ids than the text holds
         known = ids < row.size
@@ -235,7 +243,9 @@ def _penalise(row: npt.NDArray[np.float32], history: TokenCounts, options: Sampl
         penalty = options.repetition_penalty
         values = np.where(values > 0.0, values / penalty, values * penalty)
     values -= options.frequency_penalty * output + options.presence_penalty * (output > 0)
+    row = row.astype(np.float32, copy=True)
     row[ids] = values
+    return row
 
 
 def distribution(
@@ -245,6 +255,7 @@ def distribution(
     *,
     tokens: int,
     banned: Ids | None = None,
+    allowed: Mask | None = None,
 ) -> Distribution:
     """The distribution that the options make of one row of logits.
 
@@ -252,26 +263,17 @@ def distribution(
     history  the tokens before this row (draft tokens of the same row included); needed only under a penalty
     tokens   ids from here on are padding of the vocabulary and never emitted; V may be smaller or larger
     banned   ids with probability 0 in this row (end-of-sequence ids before min_tokens)
-
+    allowed  bool [tokens]: so have all other ids (a grammar's mask)
     In this order:
     1. repetition penalty r, ids of prompt and output: positive logits / r, others * r (CTRL, Keskar et al. 2019);
        then logit -= frequency * count + presence * (count > 0), counts over the output only (OpenAI's rule);
     2. temperature; a greedy temperature gives a point mass on the largest logit;
     3. top-k; 4. top-p over what top-k left, renormalised; 5. min-p relative to the largest probability.
-    Wherever equal values meet a border, the lowest id is kept first.
-
+    Where equal values meet a border the lowest id is kept first; ids are banned between 1 and 2.
     Errors: BackendError for NaN or infinite logits; UsageError if nothing is left, or a penalty has no history.
     """
-    row = logits[:tokens]
-    if options.penalised or (banned is not None and len(banned)):
-        row = row.astype(np.float32, copy=True)
-    if options.penalised:
-        if history is None:
-            raise UsageError("A penalty needs the tokens before: pass their TokenCounts as history.")
-        _penalise(row, history, options)
-    if banned is not None and len(banned):
-        ids = np.asarray(banned, np.int64)
-        row[ids[ids < row.size]] = -np.inf
+    row = _penalised(logits[:tokens], history, options) if options.penalised else logits[:tokens]
+    row = _possible(row, banned, allowed)
     best = int(row.argmax())
     peak = float(row[best])
     _checked(row, peak)
@@ -323,7 +325,6 @@ def coupled_token(
     Gumbel-max in its exponential form: argmin_x E_x / p(x) with E_x = -log(1 - u_x), lowest id on ties. u_x depends on
     the key only, never on the support: target and draft that look at the same position share the noise, and the token
     of a position is the same whatever was proposed.
-
     position  of the token to draw, counted from the start of the prompt
     noise     (ids, position) -> what `coupled_noise` gives, where some of it was drawn before
     """
@@ -337,7 +338,7 @@ def coupled_token(
             u = coupled_noise(part, seed, sample_index, position) if noise is None else noise(part, position)
             # E >= u, so only ids with u / p up to some E / p can win: the logarithm is taken of these few.
             scaled = u / p
-            near = int(scaled.argmin())
+            near = scaled.argmin()
             bound = min(least, -np.log1p(u[near] * -_UNIT) / p[near])
             few = np.flatnonzero(scaled <= bound / _UNIT * (1.0 + 1e-9))
             if few.size:

@@ -29,8 +29,7 @@ class Stream:
 
     def __init__(self, engine: Engine, prompt: Prompt, request: Request, *, wrap: Wrap | None = None) -> None:
         """wrap: makes of the request's own proposer, None for plain decoding, the one that the loop asks."""
-        method = engine.resolve_method(request.method or engine.default_method)
-        engine.require_method(method)
+        method = engine.method_of(request)
         self.prompt_tokens = engine.encode(prompt, system=request.system, raw=request.raw)
         # The running part refers neither to the stream nor to its generator, so a dropped stream ends at once.
         self._running = Running(engine, replace(request, method=method), self.prompt_tokens, wrap)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.strictjson import StrictJsonError, parse_object
 from specrun.runtime.engine import Prompt
+from specrun.runtime.grammar import response_format_options
 from specrun.runtime.jobs.lines import MOST_BYTES, Line
 from specrun.runtime.request import request_options
 
@@ -32,6 +33,9 @@ _AS_THEY_ARE: Final = (
     "frequency_penalty",
     "seed",
     "sampling",
+    "json_schema",
+    "regex",
+    "grammar",
 )
 PARAMETERS: Final = (
     *_AS_THEY_ARE,
@@ -42,6 +46,8 @@ PARAMETERS: Final = (
     "top_logprobs",
     "speculation_method",
     "ignore_eos",
+    "response_format",
+    "prediction",
     "system",
     "raw",
     "model",
@@ -249,7 +255,22 @@ def _options(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
         if "lookahead" not in given and method != "lookahead":
             options["lookahead"] = None
     options["logprobs"] = _logprobs(given)
+    options |= response_format_options(given.get("response_format"))
+    if "prediction" in given:
+        options["prediction"] = _prediction(given["prediction"])
     return options
+
+
+def _prediction(prediction: object) -> str:
+    """Text, or the chat API's object around it."""
+    content = prediction
+    if isinstance(prediction, dict) and prediction.get("type") == "content":
+        content = _message({"role": "assistant", "content": prediction.get("content")})["content"]
+    if not isinstance(content, str):
+        raise LineError(
+            "invalid_request", f'prediction must be text or {{"type": "content", ...}}, not {_shown(prediction)}.'
+        )
+    return content
 
 
 def _logprobs(given: Mapping[str, Any]) -> int | None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.ngram_table import Agreement, Match, NgramTable
+from specrun.runtime.predicted_text import PredictedText
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.tree_planner import Planned
 
@@ -31,14 +32,32 @@ PRIORS: dict[Cell, float] = {
 }
 
 
+_PREDICTED = (0.55, 0.75, 0.86, 0.90, 0.92, 0.94, 0.95, 0.96, 0.97)
+
+
 class NgramProposer:
-    """Copies from the texts of `table`, the current one first; as many tokens as `planner` finds worth it."""
+    """Copies from the texts of `table`, the current one first; as many tokens as `planner` finds worth it.
+
+    prediction: what is likely to come; it goes first wherever as much of the output matches as of any other text.
+    """
 
     name = "ngram"
     needs_features = False
 
-    def __init__(self, table: NgramTable, planner: DraftLengthPlanner, estimate: AcceptanceEstimate[Cell]) -> None:
+    def __init__(
+        self,
+        table: NgramTable,
+        planner: DraftLengthPlanner,
+        estimate: AcceptanceEstimate[Cell],
+        prediction: PredictedText | None = None,
+    ) -> None:
         self._table = table
+        self._prediction = prediction
+        self._prompt_length = 0
+        # What is predicted well in one request may not be in the next.
+        self._predicted = AcceptanceEstimate[Cell](
+            {(length, "predicted"): chance for length, chance in zip(LENGTHS, _PREDICTED, strict=True)}
+        )
         self._planner = planner
         self._estimate = estimate
         self._cells: list[Cell] = []  # of the match that was planned with last
@@ -47,6 +66,7 @@ class NgramProposer:
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Begin a request."""
+        self._prompt_length = len(prompt_tokens)
         self._table.rewind_to(0)
         self._table.extend(prompt_tokens)
 
@@ -61,14 +81,25 @@ class NgramProposer:
         """As `propose`, with what it is worth."""
         self._table.extend(context[len(self._table) :])
         self._planner.begin(len(context))
-        match = self._table.lookup(limit)
+        match = self._lookup(context, limit)
         self._cells = _cells(match) if match is not None else []
         self._tokens = match.tokens if match is not None else ()
-        self._chances = [self._estimate.chance(cell) for cell in self._cells]
+        self._chances = [self._estimate_of(cell).chance(cell) for cell in self._cells]
         plan = self._planner.plan(self._chances, len(self._tokens))
         if not plan.count and self._cells:
-            self._estimate.fade(self._cells[0])
+            self._estimate_of(self._cells[0]).fade(self._cells[0])
         return Planned(Proposal(self._tokens[: plan.count], "deterministic"), plan.expected, plan.seconds)
+
+    def _lookup(self, context: Sequence[int], limit: int) -> Match | None:
+        """What most tokens before it lead to, in the prediction or in the table."""
+        copied = self._table.lookup(limit)
+        if self._prediction is None:
+            return copied
+        predicted = self._prediction.lookup(context, self._prompt_length, limit)
+        return predicted if predicted and (copied is None or predicted.length >= copied.length) else copied
+
+    def _estimate_of(self, cell: Cell) -> AcceptanceEstimate[Cell]:
+        return self._predicted if cell[1] == "predicted" else self._estimate
 
     @property
     def match(self) -> list[tuple[int, float]]:
@@ -78,14 +109,15 @@ class NgramProposer:
     def learn_from(self, tokens: Sequence[int]) -> None:
         """Learn from what followed the context of the last plan, whether or not it was proposed."""
         for cell, ours, theirs in zip(self._cells, self._tokens, tokens, strict=False):
-            self._estimate.observe(cell, ours == theirs)
+            self._estimate_of(cell).observe(cell, ours == theirs)
             if ours != theirs:
                 break
 
     def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
         """Learn how the last proposal fared."""
         for index in range(evaluated):
-            self._estimate.observe(self._cells[index], index < accepted)
+            cell = self._cells[index]
+            self._estimate_of(cell).observe(cell, index < accepted)
 
     def rewind_to(self, length: int) -> None:
         """Forget what lies beyond `length` tokens."""

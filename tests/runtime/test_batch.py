@@ -309,3 +309,20 @@ def test_earlier_texts_help_later_rows(models: TinyModels, wide: None) -> None:
     same_output(first[0], second[0])
     assert second[0].speculation.rounds < first[0].speculation.rounds
     assert engine.generate(PROMPT, method="ngram", draft_length=8, max_tokens=40, **RAW).speculation.rounds <= 6
+
+
+def test_rows_with_a_grammar_or_a_prediction(models: TinyModels, wide: None) -> None:
+    """Each row follows its own grammar, and copies from its own prediction."""
+    engine = models.engine("tgt")
+    (likely,) = alone(engine, [(PROMPT, {"max_tokens": 40})], **RAW)
+    requests: list[tuple[str, dict[str, Any]]] = [
+        (PROMPT, {"regex": r"(the|and|ring) ([a-f]{2,5} ){3,9}end\.", "max_tokens": 60}),
+        (PROMPT, {"max_tokens": 40, "prediction": likely.text, "ignore_eos": True}),
+        ("a", {"json_schema": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}, "max_tokens": 60}),
+        ("zebra", {"max_tokens": 20}),
+    ]
+    results = answers(BatchEngine(engine, batch_size=3), requests, raw=True)
+    for ours, theirs in zip(results, alone(engine, requests, raw=True), strict=True):
+        same_output(ours, theirs)
+    assert results[1].speculation.accepted > 10
+    assert results[0].text.endswith("end.")

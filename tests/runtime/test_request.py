@@ -3,6 +3,7 @@
 import pytest
 
 from specrun.models_cache.errors import UsageError
+from specrun.runtime.grammar import Constraint
 from specrun.runtime.lookahead import LookaheadShape
 from specrun.runtime.request import RequestOptions, request_options
 
@@ -30,7 +31,8 @@ def test_every_documented_option_is_taken():
         "raw": False,
         "sample_index": 2,
     }
-    assert set(values) == set(RequestOptions.__annotations__)
+    others = {"json_schema", "regex", "grammar", "prediction"}
+    assert set(values) | others == set(RequestOptions.__annotations__)
     request = request_options(**values)
     options, sampling = request.options, request.options.sampling
     assert (request.method, request.system, request.raw, request.sample_index) == ("lookahead", "terse", False, 2)
@@ -40,7 +42,10 @@ def test_every_documented_option_is_taken():
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 4, 0.9, 0.1)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.2, 0.3)
     assert (sampling.seed, sampling.mode) == (7, "rejection")
-    assert all(name in (RequestOptions.__doc__ or "") for name in values)
+    assert all(name in (RequestOptions.__doc__ or "") for name in {*values, *others})
+    assert request_options(regex="a", prediction="b").constraint == Constraint("regex", "a")
+    assert request_options(grammar="start: /a/").constraint == Constraint("grammar", "start: /a/")
+    assert request_options(json_schema={}, prediction="b").prediction == "b"
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_one():

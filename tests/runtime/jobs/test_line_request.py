@@ -212,3 +212,17 @@ def test_any_model_if_the_job_says_so() -> None:
 def test_an_over_long_line_tells_both_numbers() -> None:
     with pytest.raises(LineError, match=f"has {lines.MOST_BYTES + 1} bytes and a line may have {lines.MOST_BYTES}"):
         parse_line(Line(1, b"x", lines.MOST_BYTES + 1), DEFAULTS)
+
+
+def test_a_wanted_form_and_a_prediction() -> None:
+    schema = {"type": "object"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+    assert parse({"prompt": "Hi", "response_format": wanted}).options["json_schema"] == schema
+    assert parse({"prompt": "Hi", "regex": "a+"}).options["regex"] == "a+"
+    assert "json_schema" not in parse({"prompt": "Hi", "response_format": {"type": "text"}}).options
+    assert parse({"prompt": "Hi", "prediction": "Hello"}).options["prediction"] == "Hello"
+    parts = {"type": "content", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}
+    assert parse({"prompt": "Hi", "prediction": parts}).options["prediction"] == "Hello"
+    assert refused({"prompt": "Hi", "prediction": 3}).code == "invalid_request"
+    assert refused({"prompt": "Hi", "response_format": {"type": "xml"}}).code == "invalid_request"
+    assert refused({"prompt": "Hi", "regex": "a", "grammar": "start: /b/"}).code == "invalid_request"
