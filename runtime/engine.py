@@ -128,6 +128,7 @@ class Engine:
 
     def astream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncStream:
         """As `stream`, for `async for`: the request runs in a worker thread, after those that were begun before it."""
+        require_own_process(self._process)
         return AsyncStream(self, prompt, request_options(**options))
 
     async def agenerate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result:

@@ -36,6 +36,7 @@ def child():
     uses = {
         "generate": lambda: engine.generate("hello", max_tokens=2),
         "stream": lambda: engine.stream("hello"),
+        "astream": lambda: engine.astream("hello"),
         "chat": lambda: list(chat.send("hello")),
         "half": lambda: next(half),
         "logits": lambda: engine.logits([5]),
