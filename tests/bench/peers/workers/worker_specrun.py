@@ -9,13 +9,14 @@ import numpy as np
 from protocol import Answer, generation, serve
 
 from specrun.models_cache import load_bundle
-from specrun.runtime import Engine
+from specrun.runtime import Engine, share_threads
 from specrun.runtime.backend import onnxruntime
 from specrun.runtime.engine import Prompt
 from specrun.runtime.session import WidthRule
 
 
 def main(folder: str, threads: str) -> None:
+    share_threads()  # as the specrun command does
     engine = Engine(load_bundle(Path(folder)), threads=int(threads))
 
     def about() -> Answer:
