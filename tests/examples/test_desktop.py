@@ -14,6 +14,8 @@ from specrun.runtime import Engine
 
 from ..conftest import ROOT
 
+pytest.importorskip("tkinter", reason="this Python has no tkinter: install python3-tk", exc_type=ImportError)
+
 DESKTOP = ROOT / "examples" / "desktop"
 
 DRIVER = """
