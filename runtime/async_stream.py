@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from specrun.models_cache.errors import SpecrunError
@@ -13,7 +11,10 @@ from specrun.runtime.request import Request
 from specrun.runtime.result import Result
 from specrun.runtime.stream import Piece, Stream
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the first two take as long to import as much of the runtime, and few programs need them
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
     from specrun.runtime.engine import Engine, Prompt
 
 
@@ -31,6 +32,8 @@ class Worker:
             if self._closed:
                 raise SpecrunError("The engine is closed: load the model again.")
             if self._executor is None:
+                from concurrent.futures import ThreadPoolExecutor
+
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="specrun")
             self._executor.submit(work)
 
@@ -59,12 +62,14 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Piece:
+        from asyncio import CancelledError
+
         if self._done:
             raise StopAsyncIteration
         job = self._started()
         try:
             item = await job.items.get()
-        except asyncio.CancelledError:
+        except CancelledError:
             job.cancel()
             raise
         if isinstance(item, Piece):
@@ -100,7 +105,9 @@ class AsyncStream:
 
     def _started(self) -> _Job:
         if self._job is None:
-            self._job = _Job(self._make, asyncio.get_running_loop())
+            from asyncio import get_running_loop
+
+            self._job = _Job(self._make, get_running_loop())
             self._worker.submit(self._job.run)
         return self._job
 
@@ -109,7 +116,9 @@ class _Job:
     """What the worker thread does of a request. It does not refer to the `AsyncStream`, so a dropped one ends it."""
 
     def __init__(self, make: Callable[[], Stream], loop: asyncio.AbstractEventLoop) -> None:
-        self.items: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        from asyncio import Queue
+
+        self.items: Queue[Piece | BaseException | None] = Queue()
         self.stream: Stream | None = None
         self._make = make
         self._loop = loop

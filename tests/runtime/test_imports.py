@@ -38,6 +38,7 @@ def test_importing_the_runtime_is_light() -> None:
     found = modules("import specrun.runtime")
     loaded = set(found["modules"])
     assert not loaded & {*FORBIDDEN, "onnxruntime", "jinja2", "huggingface_hub", "scipy"}
+    assert not loaded & {"asyncio", "concurrent.futures", "llguidance"}
     assert found["s"] < 3.0
     everything = modules(
         "import importlib, pkgutil, specrun.runtime\n"
