@@ -79,10 +79,13 @@ def batch(
 
     Every line of IN gets one line in OUT. A line is a JSON object: {"prompt": "..."} or {"messages": [...]}, with an
     "id" if you like, or the form of the OpenAI batch API with custom_id, method, url and body. Beside the prompt it may
-    hold max_tokens, temperature, top_p, top_k, min_p, stop, seed, presence_penalty,
-    frequency_penalty, repetition_penalty, draft_length, speculation_method, logprobs, system, raw and so on; the
-    options below hold for lines that do not say otherwise. A body for /v1/completions is continued as it is. A sampled
-    line without a seed gets one of its own, which its answer tells.
+    hold max_tokens, temperature, top_p, top_k, min_p, stop, seed, presence_penalty, frequency_penalty,
+    repetition_penalty, draft_length, speculation_method, logprobs, response_format, json_schema, regex, grammar,
+    prediction, system, raw and so on; the options below hold for lines that do not say otherwise. A body for
+    /v1/completions is continued as it is. A sampled line without a seed gets one of its own, which its answer tells.
+
+    Requests run together draft by n-grams. Heads and draft models draft for one request at a time: with such a --method
+    the batch size is 1.
 
     Answers are lines of the OpenAI batch form: "id" is "line-17" for line 17, "response" has the JSON of `generate` as
     its body, and "error" says what was wrong with a line that failed; the others go on.
@@ -102,11 +105,13 @@ def batch(
       cat questions.jsonl | specrun batch - - | jq -r .response.body.text
     """
     from specrun.models_cache.errors import UsageError
+    from specrun.runtime.batch_row import rows_for
     from specrun.runtime.jobs import JobSettings
     from specrun.runtime.request import request_options
 
     defaults = {**request_values(values), "system": system, "raw": raw}
     request_options(**defaults)
+    batch_size = rows_for(values["method"], batch_size)
     if as_json and target == "-":
         raise UsageError("The answers go to stdout: name an output file to have the summary of --json there.")
     if workers is not None and runner != "ray":

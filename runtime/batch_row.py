@@ -34,6 +34,18 @@ def batch_method(method: str | None) -> str:
     return method
 
 
+def rows_for(method: str | None, batch_size: int | None) -> int | None:
+    """The batch size for requests by this method: 1, if none was asked for and it drafts for one request at a time.
+
+    Raises UsageError where more rows were asked for.
+    """
+    if method in (None, "auto", *BATCH_METHODS) or batch_size == 1:
+        return batch_size
+    if batch_size is not None:
+        batch_method(method)
+    return 1
+
+
 class BatchRow:
     """A request and its row. `request` is the run that its loop waits for, None once it has ended."""
 

@@ -52,11 +52,11 @@ class EngineWorker:
 
         with closing(self._batch.run(batch())) as found:  # type: ignore[type-var]
             for answer in found:
-                result = answer.result
+                result, wanted = answer.result, listed.pop(answer.index)
                 if isinstance(result, SpecrunError):
                     yield Answer(answer.index, None, (error_code(result), str(result)))
                     continue
                 texts = None
-                if listed.pop(answer.index):
+                if wanted:
                     texts = [self._engine.tokenizer.token_text(token.id) for token in result.tokens]
                 yield Answer(answer.index, result.to_json(texts))

@@ -293,3 +293,15 @@ class TestUsage:
         assert result.exit_code == 1
         assert "tiny" in result.stderr
         assert not target.exists()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_method_that_drafts_for_one_request_at_a_time(source: Path, target: Path) -> None:
+    """Alone in its batch every line is right; with more rows asked for, the job does not begin."""
+    refused = batch(source, target, "--method", "lookahead", "--batch-size", 4)
+    assert refused.exit_code == 2
+    assert "'lookahead' drafts for one request at a time" in refused.stderr
+    assert not target.exists()
+    result = batch(source, target, "--method", "lookahead")
+    assert result.exit_code == 0, result.stderr
+    assert [record["response"]["body"]["method"] for record in records(target.read_bytes())] == ["lookahead"] * 5
