@@ -1,9 +1,11 @@
 """stub"""
+
 from __future__ import annotations
 from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from specrun.runtime.proposal import Proposal
+
 
 def tree_inputs(proposal: Proposal) -> dict[str, NDArray[Any]]:
     """The inputs of `greedy_graph` and `drawn_graph` that say what was proposed."""
