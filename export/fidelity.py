@@ -98,7 +98,7 @@ def _run(
     wanted = {value.name: value.type for value in session.get_inputs()}
     pad = int(width == 1 and "pad_rows" in wanted)
     qkv_width = (config.heads + 2 * config.kv_heads) * config.head_dim
-    inputs = {
+    inputs: dict[str, NDArray[Any]] = {
         "input_ids": np.array([tokens], np.int64),
         "query_lengths": np.array([width + pad], np.int32),
         "pad_rows": np.zeros((1, pad, qkv_width), np.float32),

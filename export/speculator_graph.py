@@ -86,7 +86,8 @@ def build_eagle(
           max_total_length         i32 [1]: any bound on the length; the last dimension of the bias
           attention_bias           f32 [1, 1, n + m, max_total]: zeros for a chain, -inf where a node must not look
           rows                     i64 [r]: which of the n + m rows give logits
-          past_key, past_value     `attention_floats` [1, kv_heads, capacity, head_dim], bound to the same buffers as the outputs
+          past_key, past_value     [1, kv_heads, capacity, head_dim], bound to the same buffers as the outputs; of the
+                                   type that the attention computes in, `attention_floats`
     out   hidden                   f32 [n + m, hidden]
           present_key, present_value
     Besides the common inputs and outputs, with rows = r; the same for every layout. In "eagle1" the one tap is the last

@@ -154,4 +154,6 @@ def store_matrix(file: WeightFile, name: str, matrix: Matrix) -> StoredMatrix:
             tensors["offsets"] = file.add(f"{name}.offsets", np.ascontiguousarray(matrix.offsets.T))
         return StoredMatrix(matrix.type_name, matrix.rows, matrix.columns, matrix.bits, matrix.block, tensors)
     rows, columns = matrix.weight.shape
-    return StoredMatrix(FLOAT_NAMES[file.floats.name], rows, columns, 32, 0, {"weight": file.add(f"{name}.weight", matrix.weight)})
+    return StoredMatrix(
+        FLOAT_NAMES[file.floats.name], rows, columns, 32, 0, {"weight": file.add(f"{name}.weight", matrix.weight)}
+    )

@@ -24,6 +24,8 @@ from specrun.models_cache.diskerrors import cache_errors
 from specrun.models_cache.errors import CacheError
 from specrun.models_cache.layout import Bundle, cache_root
 from specrun.runtime.backend import onnxruntime, threads_are_shared
+from specrun.runtime.cuda_runtime import gpu
+from specrun.runtime.device import CPU, Device
 from specrun.runtime.session import WIDEST_BARE, ModelSession, WidthRule
 
 VERSION = 3
@@ -67,13 +69,18 @@ class Calibration:
 
 
 def calibrate(
-    bundle: Bundle, threads: int, open_session: Callable[[int, WidthRule], ModelSession], *, force: bool = False
+    bundle: Bundle,
+    threads: int,
+    open_session: Callable[[int, WidthRule], ModelSession],
+    *,
+    force: bool = False,
+    device: Device = CPU,
 ) -> Calibration:
     """The kept calibration of this bundle on this machine, or a new probe (about two seconds for a small model).
 
     `open_session(batch, rule)` opens a session of the bundle; it is called only for a probe. `force`: probe anew.
     """
-    path = kept_path("calibration", VERSION, bundle, threads)
+    path = kept_path("calibration", VERSION, bundle, threads, device)
     kept = None if force else _load(path)
     if kept is not None:
         return kept
@@ -123,7 +130,7 @@ def _chain(session: ModelSession, tokens: list[int], width: int) -> NDArray[np.f
     pieces = []
     for start in range(BASE, BASE + 16, width):
         piece = tokens[start : min(start + width, BASE + 16)]
-        pieces.append(session.run(piece, rows=len(piece)).copy())
+        pieces.append(np.array(session.run(piece, rows=len(piece))))
     return np.concatenate(pieces)
 
 
@@ -133,7 +140,7 @@ def _long(session: ModelSession, tokens: list[int], width: int) -> NDArray[np.fl
     total = max(LONG_WIDTHS)
     for start in range(0, total, width):
         logits = session.run(tokens[start : min(start + width, total)], rows=1)
-    return logits.copy()
+    return np.array(logits)
 
 
 def _ragged_holds(session: ModelSession, batch: ModelSession, tokens: list[int]) -> bool:
@@ -144,7 +151,7 @@ def _ragged_holds(session: ModelSession, batch: ModelSession, tokens: list[int])
         session.rewind_to(0)
         session.run(tokens[:start], rows=1)
         wanted = sum(counts[row] for counts in RAGGED)
-        expected.append(session.run(tokens[start : start + wanted], rows=wanted).copy())
+        expected.append(np.array(session.run(tokens[start : start + wanted], rows=wanted)))
     for row, start in enumerate(starts):
         idle: list[list[int]] = [[] for _ in starts]
         idle[row] = tokens[:start]
@@ -154,7 +161,7 @@ def _ragged_holds(session: ModelSession, batch: ModelSession, tokens: list[int])
         new = [tokens[starts[row] + seen[row] :][:count] for row, count in enumerate(counts)]
         logits = batch.run_batch(new, rows=max(counts))
         for row, count in enumerate(counts):
-            if not np.array_equal(logits[row, -count:], expected[row][seen[row] : seen[row] + count]):
+            if not np.array_equal(np.asarray(logits[row])[-count:], expected[row][seen[row] : seen[row] + count]):
                 return False
             seen[row] += count
     return True
@@ -190,9 +197,13 @@ def _tokens(count: int, vocabulary: int) -> list[int]:
     return [(index * 7919 + 104729) % vocabulary for index in range(1, count + 1)]
 
 
-def kept_path(kind: str, version: int, bundle: Bundle, threads: int) -> Path:
+def kept_path(kind: str, version: int, bundle: Bundle, threads: int, device: Device = CPU) -> Path:
     """Where what was measured of a bundle on this machine is kept: one file for each setting that it depends on."""
     key = [version, bundle.target_digest, onnxruntime().__version__, _processor(), threads, threads_are_shared()]
+    if device.kind != "cpu":
+        key += [device.cuda_graphs, repr(gpu(device.index))]
+    elif device.resident:
+        key.append("resident")
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cache_root() / kind / f"{digest[:32]}.json"
 

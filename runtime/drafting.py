@@ -14,6 +14,7 @@ from specrun.models_cache.layout import Bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chooser import Chooser
+from specrun.runtime.device import Device, draft_device
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.head_estimate import HeadEstimate, estimates
 from specrun.runtime.heads import HEAD_METHODS, Heads
@@ -48,10 +49,12 @@ class Drafting:
         bundle: Bundle,
         draft: Bundle | InstalledSpeculator | None,
         threads: int,
-        device: str,
+        device: Device,
         tuning: Tuning = UNTUNED,
+        context: int | None = None,
     ) -> None:
         self._bundle = bundle
+        self._context = context
         self._threads, self._device = threads, device
         self.draft: ModelSession | None = None
         self.draft_tokens: list[int] = []  # what the draft's KV buffers hold
@@ -252,8 +255,9 @@ class Drafting:
         )
 
     def _load_draft(self, draft: Bundle, threads: int) -> None:
-        open_draft = session_opener(draft, threads, self._device, shared_cpu=True)
-        self._draft_calibration = calibrate(draft, threads, open_draft)
+        device = draft_device(self._device, draft)
+        open_draft = session_opener(draft, threads, device, shared_cpu=True, context=self._context)
+        self._draft_calibration = calibrate(draft, threads, open_draft, device=device)
         self.draft = open_draft(1, self._draft_calibration.rule)
 
     def _side_value(self, chooser: Chooser) -> float:

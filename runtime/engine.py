@@ -24,6 +24,7 @@ from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
 from specrun.runtime.chooser import Chooser
+from specrun.runtime.device import Device, find_device
 from specrun.runtime.drafting import Drafting
 from specrun.runtime.forks import require_own_process
 from specrun.runtime.grammar import Grammars
@@ -62,7 +63,7 @@ class Engine:
         *,
         draft: Bundle | InstalledSpeculator | None = None,
         threads: int | None = None,
-        device: str = "cpu",
+        device: str | Device = "auto",
         context: int | None = None,
     ) -> None:
         start = time.perf_counter()
@@ -78,12 +79,15 @@ class Engine:
         self.grammars = Grammars(self.tokenizer)
         if isinstance(draft, Bundle):
             self.tokenizer.require_same_vocabulary(Tokenizer.from_bundle(draft))
-        self._open_session = session_opener(bundle, self.threads, device, shared_cpu=isinstance(draft, Bundle))
-        self.calibration = calibrate(bundle, self.threads, self._open_session)
+        self.device = find_device(device, manifest)
+        self._open_session = session_opener(
+            bundle, self.threads, self.device, shared_cpu=isinstance(draft, Bundle), context=self.context
+        )
+        self.calibration = calibrate(bundle, self.threads, self._open_session, device=self.device)
         self.target = self._open_session(1, self.calibration.rule)
         self.tuning = load_tuning(bundle, self.threads)
         self._begin_costs()
-        self.drafting = Drafting(bundle, draft, self.threads, device, self.tuning)
+        self.drafting = Drafting(bundle, draft, self.threads, self.device, self.tuning, self.context)
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._lock = threading.Lock()
@@ -101,14 +105,15 @@ class Engine:
         *,
         draft: str | Path | None = None,
         threads: int | None = None,
-        device: str = "cpu",
+        device: str | Device = "auto",
         context: int | None = None,
     ) -> Engine:
         """Load a bundle by name or path.
 
         draft: a speculator of the bundle, by its name or folder, or a draft model with the same tokenizer. It decides
         the default method; a bundle's other speculators serve requests that name their method. A speculator is loaded
-        by the first request that needs it. context: use at most so many positions. Raises ModelNotFoundError,
+        by the first request that needs it. device: "cpu", "cuda", "cuda:1", or "auto": a GPU for a bundle that was
+        exported for one, where there is one. context: use at most so many positions. Raises ModelNotFoundError,
         VocabularyMismatchError, BackendError, and ManifestError or IntegrityError for a damaged bundle.
         """
         bundle = find_bundle(model)
@@ -229,7 +234,7 @@ class Engine:
     def recalibrate(self) -> Calibration:
         """Probe this machine's widths anew and go by what is found."""
         with self._exclusive():
-            self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True)
+            self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True, device=self.device)
             self.target.width_rule = self.calibration.rule
             self._begin_costs()
         return self.calibration
@@ -256,7 +261,7 @@ class Engine:
             raise UsageError(f"There is no token {unknown[0]}: the ids go from 0 to {real - 1}.")
         with self._exclusive():
             shared = self.prepare(tokens, len(tokens) + 1)
-            row: NDArray[np.float32] = self.target.prefill(tokens[shared:])[0].copy()
+            row = np.array(self.target.prefill(tokens[shared:])[0])
             self._target_tokens = list(tokens)
         return row
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.runtime.kv_cache import KVCache, shared_prefix
-from specrun.runtime.session import SPARE, ModelSession
+from specrun.runtime.kv_cache import shared_prefix
+from specrun.runtime.session import BatchLogits, ModelSession
 
 
 class RowPool:
@@ -19,16 +19,8 @@ class RowPool:
     """
 
     def __init__(self, target: ModelSession, rows: int) -> None:
-        sizes = target.sizes
-        self.positions = target.bundle.manifest.kv.positions
-        self.cache = KVCache(
-            layers=sizes.layers,
-            kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            capacity=1,
-            limit=self.positions,
-            batch=rows,
-        )
+        self.positions = target.positions
+        self.cache = target.new_cache(rows)
         self.texts: list[Sequence[int]] = [()] * rows
         self._target = target
         self._parts: dict[tuple[int, int], ModelSession] = {}
@@ -49,13 +41,13 @@ class RowPool:
         if self.cache.reserve(min(length, self.positions)):
             self._parts.clear()  # they look at the buffers of before
 
-    def run(self, first: int, tokens: Sequence[list[int]], *, rows: int) -> tuple[NDArray[np.float32], float]:
+    def run(self, first: int, tokens: Sequence[list[int]], *, rows: int) -> tuple[BatchLogits, float]:
         """Append tokens[i] to row `first` + i; (logits f32 [len(tokens), rows, vocabulary], seconds in ONNX Runtime).
 
         As `ModelSession.run_batch`; the logits are a view that the next run overwrites.
         """
         lengths, count = self.cache.lengths, len(tokens)
-        self.reserve(max(lengths[first : first + count]) + max(map(len, tokens)) + SPARE)
+        self.reserve(max(lengths[first : first + count]) + max(map(len, tokens)) + self._target.spare)
         session = self._part(first, count)
         session.cache.lengths[:] = lengths[first : first + count]
         before = session.onnx_seconds

@@ -6,7 +6,6 @@ bound is bound once per width, so a run only rewrites a few small arrays in plac
 
 from __future__ import annotations
 
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,8 +18,13 @@ from numpy.typing import NDArray
 from specrun.models_cache.errors import BackendError, ContextLengthError, ManifestError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import GraphSpec
-from specrun.runtime.backend import build_features, create_session, first_line, onnxruntime
+from specrun.runtime.backend import build_features, create_session, first_line
+from specrun.runtime.device import CPU, Device, require_memory
+from specrun.runtime.device_buffers import HOST_TYPES, DeviceBuffers, buffers_of
+from specrun.runtime.device_rows import DeviceLogits, Logits
+from specrun.runtime.frames import Frame, FrameShape
 from specrun.runtime.kv_cache import KVCache
+from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.proposal import MAX_NODES
 from specrun.runtime.round_costs import RoundCosts
 
@@ -28,6 +32,9 @@ PREFILL_CHUNK = 256
 SPARE = 8  # positions that a run may need beyond its tokens: the dummy row, and those that fill a width
 WIDEST_BARE = 16  # the widest run without a dummy row; calibration probes them all
 MAX_FRAMES = 48
+WIDE_STEP = 64  # where there is no dummy row, wide runs have multiples of it, so that few widths are bound
+
+BatchLogits = NDArray[np.float32] | Sequence[Logits]  # of each row of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +42,14 @@ class WidthRule:
     """At which widths rows of a run are bit-equal on this machine: `multiple` of positions, rows and logit rows.
 
     `exact` is False where the probe found no rule; then results are equal only up to rounding. `padded` False is the
-    baseline of `bench`: every run at its natural width, the attention's lone-row kernel included.
+    baseline of `bench`: every run at its natural width, the attention's lone-row kernel included. `pinned`: every run
+    has just `multiple` positions, and what is longer takes several; for devices with other kernels for other widths.
     """
 
     multiple: int = 1
     exact: bool = True
     padded: bool = True
+    pinned: bool = False
 
 
 class ModelSession:
@@ -54,8 +63,13 @@ class ModelSession:
         width_rule: WidthRule | None = None,
         batch: int = 1,
         cache: KVCache | None = None,
+        device: Device = CPU,
+        positions: int | None = None,
     ) -> None:
-        """cache: buffers that are there already, for the batch that they have; else new ones."""
+        """cache: buffers that are there already, for the batch that they have; else new ones.
+
+        positions: the most that a row may have, spare ones included; by default all that the graph has.
+        """
         batch = batch if cache is None else cache.batch
         graph = choose_graph(bundle)
         sizes = bundle.manifest.sizes
@@ -67,24 +81,32 @@ class ModelSession:
         self.sizes = sizes
         self.ragged = graph.max_batch is None
         self.width_rule = width_rule or WidthRule()
+        self.device = device
+        self.positions = min(positions or bundle.manifest.kv.positions, bundle.manifest.kv.positions)
         self._onnx_session = onnx_session
         self._output_names = check_graph(bundle, onnx_session)
+        self._inputs = frozenset(value.name for value in onnx_session.get_inputs())
         self._qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         spec = bundle.manifest.features
         self._feature_width = 0 if spec is None else len(spec.taps) * sizes.hidden
+        self._dtype = bundle.manifest.kv.dtype
+        self._buffers = buffers_of(device)
         self.cache = cache or KVCache(
             layers=sizes.layers,
             kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
             capacity=1,
-            limit=bundle.manifest.kv.positions,
+            limit=self.positions,
             batch=batch,
+            dtype=self._dtype,
+            buffers=self._buffers,
         )
-        self._frames: OrderedDict[tuple[int, int, int], _Frame] = OrderedDict()
-        self._bias = np.zeros(0, np.float32)
-        self._outputs: dict[str, NDArray[np.float32]] = {}
-        self._last: tuple[_Frame, int] | None = None
-        self._planted: NDArray[np.float32] | None = None  # the part of the bias that is not 0: a tree of the last run
+        self._frames: OrderedDict[FrameShape, Frame] = OrderedDict()
+        self._numbers = 0  # of frames whose runs are recorded
+        self._bias = np.zeros(0, HOST_TYPES[self._dtype])
+        self._outputs: dict[Any, Any] = {}
+        self._last: tuple[Frame, int] | None = None
+        self._planted: NDArray[Any] | None = None  # the part of the bias that is not 0: a tree of the last run
         self.onnx_seconds = 0.0
         self.costs: RoundCosts | None = None  # which learn from the runs of one row
 
@@ -102,14 +124,15 @@ class ModelSession:
         if self._last is None:
             return np.empty((0, self._feature_width), np.float32)
         frame, count = self._last
-        return frame.features[0, :count]
+        features: NDArray[np.float32] = self._buffers.read(frame.features)[0, :count]
+        return features
 
     @property
     def batch_features(self) -> NDArray[np.float32]:
         """Features f32 [batch, positions, taps x hidden] of the last run, padding included; a view like `features`."""
         if self._last is None:
             return np.empty((self.cache.batch, 0, self._feature_width), np.float32)
-        return self._last[0].features
+        return self._buffers.read(self._last[0].features)
 
     def tree_room(self, length: int) -> int:
         """The most nodes that a token tree may have behind `length` tokens; 0: only its main branch can be run.
@@ -117,11 +140,29 @@ class ModelSession:
         A sliding window counts slots of the cache, and of the branches of a tree only one has its tokens in a row.
         """
         kv = self.bundle.manifest.kv
-        return 0 if kv.window is not None else min(MAX_NODES, kv.positions - length - SPARE)
+        if kv.window is not None or "attention_bias" not in self._inputs:
+            return 0
+        return min(MAX_NODES, self.positions - length - self.spare)
+
+    @property
+    def spare(self) -> int:
+        """Positions that a run may need beyond its tokens."""
+        return max(SPARE, self.width_rule.multiple)
+
+    def new_cache(self, batch: int) -> KVCache:
+        """Buffers for so many rows of this model, where those of this session are."""
+        return self.cache.another(batch, self.positions)
 
     def over(self, cache: KVCache) -> ModelSession:
         """Another session of the same graph and width rule, over these buffers."""
-        return ModelSession(self.bundle, self._onnx_session, width_rule=self.width_rule, cache=cache)
+        return ModelSession(
+            self.bundle,
+            self._onnx_session,
+            width_rule=self.width_rule,
+            cache=cache,
+            device=self.device,
+            positions=self.positions,
+        )
 
     def rewind_to(self, length: int) -> None:
         """Keep the first `length` positions of row 0."""
@@ -133,7 +174,7 @@ class ModelSession:
 
     def reserve(self, length: int) -> None:
         """Make room for `length` positions a row, as far as the model has them."""
-        if self.cache.reserve(min(length, self.bundle.manifest.kv.positions)):
+        if self.cache.reserve(min(length, self.positions)):
             self._frames.clear()  # they are bound to the buffers of before
 
     def close(self) -> None:
@@ -149,11 +190,11 @@ class ModelSession:
         if self.costs is not None:
             self.costs.note_rest(seconds)
 
-    def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def prefill(self, tokens: Sequence[int]) -> Logits:
         """Append `tokens` to row 0 in chunks; logits f32 [1, vocabulary] after the last."""
         return self.run(tokens, rows=1)
 
-    def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> NDArray[np.float32]:
+    def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> Logits:
         """Append `tokens` to row 0; logits f32 [rows, vocabulary] of its last `rows` positions.
 
         parents: the last len(parents) tokens are the nodes of a tree (`Proposal.parents`) whose root is the token
@@ -166,18 +207,22 @@ class ModelSession:
         while len(tokens) - rows >= PREFILL_CHUNK:
             self.run_batch([tokens[:PREFILL_CHUNK]], rows=1)
             tokens = tokens[PREFILL_CHUNK:]
-        logits: NDArray[np.float32] = self.run_batch([tokens], rows=rows, parents=parents)[0]
+        logits: Logits = self.run_batch([tokens], rows=rows, parents=parents)[0]
         return logits
 
     def run_batch(
         self, tokens: Sequence[Sequence[int]], *, rows: int, parents: Sequence[int] | None = None
-    ) -> NDArray[np.float32]:
+    ) -> BatchLogits:
         """Append `tokens[row]` to each row, none to an idle one; logits f32 [batch, rows, vocabulary] of the last ones.
 
         Rows may have different numbers of tokens where the build has `query_seqlens`; a row with n < `rows` tokens
-        has its logits in the last n entries. parents: as in `run`, for a batch of one row.
+        has its logits in the last n entries. parents: as in `run`, for a batch of one row. On a GPU the result is a
+        list, of the logits of each row.
         """
-        frame = self._frame(max(map(len, tokens)), rows)
+        longest = max(map(len, tokens))
+        if self.width_rule.pinned and longest > self.width_rule.multiple:
+            return self._run_pieces(tokens, rows)
+        frame = self._frame(longest, rows)
         lengths = self.cache.lengths
         frame.fill(tokens, lengths, rows)
         if self._planted is not None:  # the frames share the bias
@@ -188,7 +233,7 @@ class ModelSession:
             frame.plant(parents, self._planted, len(tokens[0]), lengths[0])
         start = time.perf_counter()
         try:
-            self._onnx_session.run_with_iobinding(frame.binding)
+            frame.run(self._onnx_session)
         except Exception as error:  # onnxruntime raises classes of its own without a common base
             name = self.bundle.manifest.name
             raise BackendError(f"ONNX Runtime failed while running {name}: {first_line(error)}") from error
@@ -199,25 +244,47 @@ class ModelSession:
         self._last = frame, len(tokens[0])
         for row, new in enumerate(tokens):
             lengths[row] += len(new)
-        return frame.logits[:, :rows]
+        if isinstance(self._buffers, DeviceBuffers):
+            most = frame.shape.rows
+            return [
+                DeviceLogits(self._buffers, self.device, frame.logits, row * most, rows) for row in range(len(tokens))
+            ]
+        logits: NDArray[np.float32] = frame.logits[:, :rows]
+        return logits
 
-    def _frame(self, longest: int, rows: int) -> _Frame:
+    def _run_pieces(self, tokens: Sequence[Sequence[int]], rows: int) -> NDArray[np.float32]:
+        """As `run_batch`, in runs of the pinned width; the logits are on the host, and of the last run the features."""
+        width = self.width_rule.multiple
+        found: list[list[NDArray[np.float32]]] = [[] for _ in tokens]
+        for start in range(0, max(map(len, tokens)), width):
+            pieces = [new[start : start + width] for new in tokens]
+            logits = self.run_batch(pieces, rows=min(width, max(map(len, pieces))))
+            for row, piece in enumerate(pieces):
+                found[row] += np.array(logits[row])[len(logits[row]) - len(piece) :]
+        joined = np.zeros((len(tokens), rows, self.sizes.vocabulary), np.float32)
+        for row, every in enumerate(found):
+            last = every[-rows:]
+            if last:
+                joined[row, rows - len(last) :] = last
+        return joined
+
+    def _frame(self, longest: int, rows: int) -> Frame:
         positions, pad, rows = self._padded(longest, rows)
         needed = max(self.cache.lengths) + positions + pad
-        if needed > self.bundle.manifest.kv.positions:
+        if needed > self.positions:
             raise ContextLengthError(
                 f"{needed} positions are needed and {self.bundle.manifest.name} has {self.sizes.context}: "
                 "shorten the prompt or lower --max-tokens."
             )
         self.reserve(needed)
-        key = (positions, pad, rows)
-        frame = self._frames.get(key)
+        shape = FrameShape(self.cache.batch, positions, pad, rows, self.cache.capacity)
+        frame = self._frames.get(shape)
         if frame is None:
-            frame = self._frames[key] = self._bind(positions, pad, rows)
+            frame = self._frames[shape] = self._bind(shape)
             if len(self._frames) > MAX_FRAMES:
                 self._frames.popitem(last=False)
         else:
-            self._frames.move_to_end(key)
+            self._frames.move_to_end(shape)
         return frame
 
     def _padded(self, longest: int, rows: int) -> tuple[int, int, int]:
@@ -230,112 +297,31 @@ class ModelSession:
             positions += 1
         while rows * batch % rule.multiple:
             rows += 1
+        if rule.pinned:
+            positions = rule.multiple
+        if "pad_rows" not in self._inputs:
+            return (positions if positions <= WIDEST_BARE else -(-positions // WIDE_STEP) * WIDE_STEP), 0, rows
         # The attention takes its rows in blocks (2 x head_dim, fewer where the L2 cache is small), and a wide run may
         # leave a lone one in the last block. With a dummy row behind it no real row is ever alone.
         return positions, int(positions == 1 or positions > WIDEST_BARE), rows
 
-    def _bind(self, positions: int, pad: int, rows: int) -> _Frame:
-        capacity = self.cache.capacity
-        wanted = (positions + pad) * capacity
-        if self._bias.size < wanted:
-            self._bias = np.zeros(wanted, np.float32)
-        bias = self._bias[:wanted].reshape(1, 1, positions + pad, capacity)
-        batch = self.cache.batch
-        logits = self._shared("logits", batch, rows, self.sizes.vocabulary)
-        features = self._shared("features", batch, positions, self._feature_width)
-        frame = _Frame(pad, self._qkv_width, bias, logits, features)
-        frame.bind(self._onnx_session, self.cache.values, self._output_names)
+    def _bind(self, shape: FrameShape) -> Frame:
+        bias = None
+        if "attention_bias" in self._inputs:
+            attended = shape.positions + shape.pad
+            wanted = attended * shape.capacity
+            if self._bias.size < wanted:
+                self._bias = np.zeros(wanted, self._bias.dtype)
+            bias = self._bias[:wanted].reshape(1, 1, attended, shape.capacity)
+        share = self._buffers.shared
+        logits = share(self._outputs, "logits", (shape.batch, shape.rows, self.sizes.vocabulary))
+        features = share(self._outputs, "features", (shape.batch, shape.positions, self._feature_width))
+        recorded = self.device.cuda_graphs and shape.positions <= WIDEST_BARE
+        self._numbers += recorded
+        number = self._numbers if recorded else -1
+        frame = Frame(self._buffers, shape, self._qkv_width, bias, logits, features, dtype=self._dtype, number=number)
+        frame.bind(self._onnx_session, self._inputs, self.cache.values, self._output_names)
         return frame
-
-    def _shared(self, name: str, *shape: int) -> NDArray[np.float32]:
-        """A beginning of the buffer that all frames write this output to: only that of the last run is of use."""
-        size = math.prod(shape)
-        if name not in self._outputs or self._outputs[name].size < size:
-            self._outputs[name] = np.empty(2 * size, np.float32)  # frames bound before keep theirs, so it seldom grows
-        return self._outputs[name][:size].reshape(shape)
-
-
-class _Frame:
-    """The inputs and outputs of one width, bound once; `fill` rewrites them in place."""
-
-    def __init__(
-        self,
-        pad: int,
-        qkv_width: int,
-        bias: NDArray[np.float32],
-        logits: NDArray[np.float32],
-        features: NDArray[np.float32],
-    ) -> None:
-        (batch, positions, _), rows = features.shape, logits.shape[1]
-        self.positions, self.pad = positions, pad
-        self.input_ids = np.zeros((batch, positions), np.int64)
-        self.query_lengths = np.zeros(batch, np.int32)
-        self.totals = np.zeros(batch, np.int32)
-        self.position_ids = np.zeros((batch, positions + pad), np.int64)
-        self.logit_rows = np.zeros((batch, rows), np.int64)
-        self.logits, self.features, self._bias = logits, features, bias
-        self._steps = np.arange(positions + pad, dtype=np.int64)
-        self._rows = np.arange(rows, dtype=np.int64)
-        self._inputs: dict[str, NDArray[Any]] = {
-            "input_ids": self.input_ids,
-            "query_lengths": self.query_lengths,
-            "pad_rows": np.zeros((batch, pad, qkv_width), np.float32),
-            "total_lengths_minus_one": self.totals,
-            "max_total_length": np.array([bias.shape[-1]], np.int32),
-            "position_ids": self.position_ids,
-            "attention_bias": bias,
-            "logit_rows": self.logit_rows,
-        }
-
-    def bind(self, session: Any, kv_values: list[Any], output_names: list[str]) -> None:
-        """Bind everything; key and value buffers are input and output at once."""
-        ort = onnxruntime()
-        self.binding = session.io_binding()
-        self._values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._inputs.items()}
-        for name, value in self._values.items():
-            self.binding.bind_ortvalue_input(name, value)
-        for name, array in (("logits", self.logits), ("features", self.features)):
-            if name in output_names:
-                self._values[name] = ort.OrtValue.ortvalue_from_numpy(array)
-                self.binding.bind_ortvalue_output(name, self._values[name])
-        presents = [name for name in output_names if name.startswith("present_")]
-        for name, value in zip(presents, kv_values, strict=True):
-            self.binding.bind_ortvalue_input(name.replace("present", "past"), value)
-            self.binding.bind_ortvalue_output(name, value)
-
-    def fill(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], rows: int) -> None:
-        """Write one run's tokens; padding positions and spare logit rows repeat the last token.
-
-        A row alone counts all its positions. In a ragged batch a row counts its own, and at least two: the attention
-        never sees a lone one.
-        """
-        for row, new in enumerate(tokens):
-            count, past = len(new), lengths[row]
-            counted = self.positions if len(tokens) == 1 else max(count, min(2, self.positions))
-            counted = counted + self.pad if count else 0
-            if count:
-                self.input_ids[row, :count] = new
-                self.input_ids[row, count:] = new[-1]
-            self.query_lengths[row] = counted
-            self.totals[row] = max(past + counted - 1, 0)  # an idle, empty row must still name a position
-            np.add(self._steps, past, out=self.position_ids[row])
-            np.clip(self._rows + (count - rows), 0, max(count - 1, 0), out=self.logit_rows[row])
-
-    def block(self, count: int, nodes: int, past: int) -> NDArray[np.float32]:
-        """The bias between the last `nodes` of `count` tokens behind `past` positions."""
-        return self._bias[0, 0, count - nodes : count, past + count - nodes : past + count]
-
-    def plant(self, parents: Sequence[int], block: NDArray[np.float32], count: int, past: int) -> None:
-        """Make a tree of the last tokens: each sees its ancestors and itself, and stands where its depth says."""
-        first = count - len(parents)
-        block[:] = -np.inf
-        depths: list[int] = []
-        for node, parent in enumerate(parents):
-            if parent >= 0:
-                block[node] = block[parent]
-            block[node, node] = 0.0
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        self.position_ids[0, first:count] = np.array(depths) + (past + first)
 
 
 def choose_graph(bundle: Bundle) -> GraphSpec:
@@ -357,7 +343,6 @@ def check_graph(bundle: Bundle, onnx_session: Any) -> list[str]:
     cache = (None, sizes.kv_heads, None, sizes.head_dim)
     parts = [f"{part}.{layer}" for layer in range(sizes.layers) for part in ("key", "value")]
     inputs: dict[str, tuple[int | None, ...]] = {
-        "pad_rows": (None, None, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim),
         **{f"past_{part}": cache for part in parts},
     }
     outputs: dict[str, tuple[int | None, ...]] = {"logits": (None, None, sizes.vocabulary)}
@@ -366,6 +351,8 @@ def check_graph(bundle: Bundle, onnx_session: Any) -> list[str]:
     outputs |= {f"present_{part}": cache for part in parts}
     for wanted, found in ((inputs, onnx_session.get_inputs()), (outputs, onnx_session.get_outputs())):
         shapes = {value.name: value.shape for value in found}
+        if "pad_rows" in shapes:  # graphs for the CPU have it
+            wanted = {"pad_rows": (None, None, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim)} | wanted
         extra = [name for name in shapes if name.startswith(("past_", "present_")) and name not in wanted]
         for name in (*wanted, *extra):
             if not _fits(wanted.get(name), shapes.get(name)):
@@ -382,12 +369,22 @@ def _fits(wanted: Sequence[int | None] | None, found: Sequence[int | str] | None
 
 
 def session_opener(
-    bundle: Bundle, threads: int, device: str = "cpu", *, shared_cpu: bool = False
+    bundle: Bundle, threads: int, device: Device = CPU, *, shared_cpu: bool = False, context: int | None = None
 ) -> Callable[[int, WidthRule], ModelSession]:
     """Load the bundle's graph once; the result opens sessions over it: (batch, rule) -> ModelSession with its own KV.
 
-    shared_cpu: another model runs in turn on the same cores.
+    shared_cpu: another model runs in turn on the same cores. context: how many positions will be used; a device's
+    buffers are made for them at once. Raises BackendError where a GPU has no room for weights and KV.
     """
+    kv = bundle.manifest.kv
+    positions = kv.positions
+    if device.resident and context is not None:
+        positions -= max(0, bundle.manifest.sizes.context - context)
+    needed = KVShape.of_bundle(bundle).kv_bytes(positions)
+    mend = "choose a smaller --context or precision, or another --device"
+    require_memory(device, bundle.manifest.name, bundle.weights_bytes, needed, mend)
     path = bundle.path / choose_graph(bundle).file
     onnx_session = create_session(path, threads=threads, device=device, shared_cpu=shared_cpu)
-    return lambda batch, rule: ModelSession(bundle, onnx_session, width_rule=rule, batch=batch)
+    return lambda batch, rule: ModelSession(
+        bundle, onnx_session, width_rule=rule, batch=batch, device=device, positions=positions
+    )

@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.models_cache.errors import BackendError, ContextLengthError, IntegrityError, ManifestError
-from specrun.runtime.backend import first_line, onnxruntime
+from specrun.runtime.backend import first_line
+from specrun.runtime.device import CPU, Device
+from specrun.runtime.device_buffers import Buffers, buffers_of
 from specrun.runtime.kv_cache import KVCache
 
 TOP_K: Final = 8  # candidates of a row
@@ -28,7 +30,10 @@ MEASURED_RUNS: Final = 8
 COLD_RUNS: Final = 5
 WALKED_BYTES: Final = 64 << 20
 
+KV_TYPES: Final = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
+
 Features = NDArray[np.float32]
+Output = tuple[tuple[int, ...], str]  # shape and type
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +64,54 @@ class _Frame:
     """The inputs and outputs of one width, bound once."""
 
     def __init__(
-        self, session: Any, inputs: dict[str, NDArray[Any]], outputs: dict[str, NDArray[Any]], shared: dict[str, Any]
+        self,
+        session: Any,
+        buffers: Buffers,
+        inputs: dict[str, NDArray[Any]],
+        outputs: dict[str, Output],
+        shared: dict[str, Any],
     ) -> None:
-        """shared: OrtValues that are bound as they are, by the name of the input or output."""
-        ort = onnxruntime()
-        self.inputs, self.outputs = inputs, outputs
+        """shared: values that are bound as they are, by the name of the input or output."""
+        self.inputs = inputs
         self.binding = session.io_binding()
-        self._values = []
+        self._buffers = buffers
+        self._planted = False
+        self._values: dict[str, Any] = {}
+        self._outputs = {name: buffers.output(*output) for name, output in outputs.items()}
         wanted = {value.name for value in session.get_inputs()}
         for name, array in inputs.items():
-            self._values.append(ort.OrtValue.ortvalue_from_numpy(array))
-            self.binding.bind_ortvalue_input(name, self._values[-1])
-        for name, array in outputs.items():
-            self._values.append(ort.OrtValue.ortvalue_from_numpy(array))
-            self.binding.bind_ortvalue_output(name, self._values[-1])
+            self._values[name] = buffers.input(name, array)
+            buffers.bind_input(self.binding, name, self._values[name])
+        for name, buffer in self._outputs.items():
+            self._values[name] = buffers.value(buffer)
+            buffers.bind_output(self.binding, name, self._values[name])
         for name, value in shared.items():
-            (self.binding.bind_ortvalue_input if name in wanted else self.binding.bind_ortvalue_output)(name, value)
+            (buffers.bind_input if name in wanted else buffers.bind_output)(self.binding, name, value)
+
+    def run(self, session: Any, *, noisy: bool, planted: bool) -> None:
+        """Run the graph on what the inputs now hold. noisy, planted: whether noise and bias are other than zeros.
+
+        These two are large, so they are sent only where they changed.
+        """
+        unchanged = {"noise"} if not noisy else set()
+        if not planted and not self._planted:
+            unchanged.add("attention_bias")
+        self._planted = planted
+        sent = {name: array for name, array in self.inputs.items() if name not in unchanged}
+        self._buffers.send(self._values, sent)
+        session.run_with_iobinding(self.binding)
+
+    def read(self, name: str) -> NDArray[Any]:
+        """An output of the last run, on the host."""
+        return self._buffers.read(self._outputs[name])
 
 
 class _HeadSession:
     """What both have in common: the graph, its frames, the choice of tokens."""
 
-    def __init__(self, name: str, onnx_session: Any, draft_vocabulary: int) -> None:
+    def __init__(self, name: str, onnx_session: Any, draft_vocabulary: int, device: Device) -> None:
         self._name = name
+        self._buffers = buffers_of(device)
         self._onnx_session = onnx_session
         self._draft = draft_vocabulary
         self.top_k = min(TOP_K, draft_vocabulary)
@@ -95,13 +125,11 @@ class _HeadSession:
             "top_k": np.array([self.top_k], np.int64),
         }
 
-    def _choice_outputs(self, rows: int, logits: bool) -> dict[str, NDArray[Any]]:
-        outputs: dict[str, NDArray[Any]] = {
-            "tokens": np.empty((rows, self.top_k), np.int64),
-            "log_probs": np.empty((rows, self.top_k), np.float32),
-        }
+    def _choice_outputs(self, rows: int, logits: bool) -> dict[str, Output]:
+        best = rows, self.top_k
+        outputs: dict[str, Output] = {"tokens": (best, "int64"), "log_probs": (best, "float32")}
         if logits:
-            outputs["logits"] = np.empty((rows, self._draft), np.float32)
+            outputs["logits"] = (rows, self._draft), "float32"
         return outputs
 
     def _keep(self, key: tuple[int, ...], frame: _Frame) -> _Frame:
@@ -110,30 +138,38 @@ class _HeadSession:
             self._frames.popitem(last=False)
         return frame
 
-    def _run(self, frame: _Frame, choice: Choice) -> Candidates:
+    def _run(self, frame: _Frame, choice: Choice, *, planted: bool = False) -> Candidates:
         frame.inputs["inverse_temperature"][0] = choice.inverse_temperature
         if choice.noise is not None:
             frame.inputs["noise"][:] = choice.noise
         start = time.perf_counter()
         try:
-            self._onnx_session.run_with_iobinding(frame.binding)
+            frame.run(self._onnx_session, noisy=choice.noise is not None, planted=planted)
         except Exception as error:  # onnxruntime raises classes of its own without a common base
             raise BackendError(f"ONNX Runtime failed while running {self._name}: {first_line(error)}") from error
         self.onnx_seconds += time.perf_counter() - start
-        outputs = frame.outputs
-        tokens, log_probs = outputs["tokens"], outputs["log_probs"]
+        tokens, log_probs = frame.read("tokens"), frame.read("log_probs")
         if not np.isfinite(log_probs).all() or tokens.min() < 0:
             raise IntegrityError(
                 f"{self._name} guesses what is no token: its files are damaged; attach it again, or train another one."
             )
-        return Candidates(tokens.tolist(), log_probs.tolist(), outputs["logits"] if choice.logits else None)
+        return Candidates(tokens.tolist(), log_probs.tolist(), frame.read("logits") if choice.logits else None)
 
 
 class MedusaSession(_HeadSession):
     """A Medusa speculator: all heads from one feature row, f32 [feature_width], and perhaps the token after it."""
 
-    def __init__(self, name: str, onnx_session: Any, *, heads: int, feature_width: int, draft_vocabulary: int) -> None:
-        super().__init__(name, onnx_session, draft_vocabulary)
+    def __init__(
+        self,
+        name: str,
+        onnx_session: Any,
+        *,
+        heads: int,
+        feature_width: int,
+        draft_vocabulary: int,
+        device: Device = CPU,
+    ) -> None:
+        super().__init__(name, onnx_session, draft_vocabulary, device)
         self.heads = heads
         self._width = feature_width
         shapes = {"features": (None, feature_width), "noise": (None, draft_vocabulary)}
@@ -158,9 +194,8 @@ class MedusaSession(_HeadSession):
             if self._reads_token:
                 inputs["input_ids"] = np.zeros(1, np.int64)
             inputs |= self._choice_inputs(self.heads if noisy else 1)
-            frame = self._keep(
-                key, _Frame(self._onnx_session, inputs, self._choice_outputs(self.heads, choice.logits), {})
-            )
+            outputs = self._choice_outputs(self.heads, choice.logits)
+            frame = self._keep(key, _Frame(self._onnx_session, self._buffers, inputs, outputs, {}))
         frame.inputs["features"][0] = feature
         if self._reads_token:
             frame.inputs["input_ids"][0] = token
@@ -196,9 +231,10 @@ class EagleSession(_HeadSession):
         head_dim: int,
         draft_vocabulary: int,
         positions: int,
+        device: Device = CPU,
     ) -> None:
         """positions: rows of the rotary tables, and so the most slots."""
-        super().__init__(name, onnx_session, draft_vocabulary)
+        super().__init__(name, onnx_session, draft_vocabulary, device)
         shapes = {
             "features": (None, feature_width),
             "recycled": (None, hidden),
@@ -209,7 +245,16 @@ class EagleSession(_HeadSession):
         }
         check_shapes(name, onnx_session, shapes)
         self._width, self._hidden_size, self._positions = feature_width, hidden, positions
-        self.cache = KVCache(layers=1, kv_heads=kv_heads, head_dim=head_dim, capacity=1, limit=positions)
+        types = {value.name: value.type for value in onnx_session.get_inputs()}
+        self.cache = KVCache(
+            layers=1,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            capacity=1,
+            limit=positions,
+            dtype=KV_TYPES[types["past_key"]],
+            buffers=self._buffers,
+        )
         self._bias = np.zeros(0, np.float32)
         self._nodes: list[tuple[int, ...]] = []  # of each node its ancestors and itself, as places behind `length`
         self._outputs = np.zeros((1, hidden), np.float32)  # `hidden` of the last real slot, then of each node
@@ -247,7 +292,7 @@ class EagleSession(_HeadSession):
         candidates = self._run(frame, choice)
         self.cache.lengths[0] = start + count
         self._nodes.clear()
-        self._outputs[0] = frame.outputs["hidden"][-1]
+        self._outputs[0] = frame.read("hidden")[-1]
         return candidates
 
     def grow(
@@ -274,7 +319,7 @@ class EagleSession(_HeadSession):
             for row, places in enumerate(seen):
                 block[row, list(places)] = 0.0
         try:
-            candidates = self._run(frame, choice)
+            candidates = self._run(frame, choice, planted=block is not None)
         finally:
             if block is not None:  # the frames share the bias
                 block[:] = 0.0
@@ -282,7 +327,7 @@ class EagleSession(_HeadSession):
         needed = 1 + len(self._nodes)
         if len(self._outputs) < needed:
             self._outputs = np.concatenate([self._outputs, np.zeros((needed, self._hidden_size), np.float32)])
-        self._outputs[1 + first : needed] = frame.outputs["hidden"]
+        self._outputs[1 + first : needed] = frame.read("hidden")
         return candidates, list(range(first, first + count))
 
     def _frame(self, features: int, recycled: int, rows: int, choice: Choice, slots: int) -> _Frame:
@@ -310,11 +355,11 @@ class EagleSession(_HeadSession):
         }
         inputs |= self._choice_inputs(1)
         outputs = self._choice_outputs(rows, choice.logits)
-        outputs["hidden"] = np.empty((positions, self._hidden_size), np.float32)
+        outputs["hidden"] = (positions, self._hidden_size), "float32"
         key_value, value_value = self.cache.values
         shared = {"past_key": key_value, "past_value": value_value}
         shared |= {"present_key": key_value, "present_value": value_value}
-        return self._keep(key, _Frame(self._onnx_session, inputs, outputs, shared))
+        return self._keep(key, _Frame(self._onnx_session, self._buffers, inputs, outputs, shared))
 
     def measure(self) -> tuple[float, list[float]]:
         """(seconds of writing one slot, seconds of a level with 1, 2, .. nodes).
