@@ -239,7 +239,8 @@ class DeviceBuffers:
         return buffer
 
     def read(self, buffer: DeviceBuffer) -> NDArray[Any]:
-        whole: NDArray[Any] = np.asarray(buffer.owner.numpy())
+        # A copy already where the device is a GPU, and a view of the memory where it is not.
+        whole: NDArray[Any] = np.array(buffer.owner.numpy())
         return whole.reshape(-1)[buffer.start : buffer.start + buffer.size].reshape(buffer.shape)
 
     def nbytes(self, buffer: DeviceBuffer) -> int:

@@ -66,7 +66,7 @@ class DeviceLogits:
         if self._copied is None:
             self._copied = self._buffers.read(self._buffer).reshape(-1, self._buffer.shape[-1])
         rows = self._copied[self._first : self._first + self._rows]
-        return rows.astype(dtype) if dtype is not None and dtype != rows.dtype else rows
+        return np.array(rows, dtype, copy=copy)
 
     def copy(self) -> NDArray[np.float32]:
         """A copy on the host."""
