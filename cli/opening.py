@@ -25,7 +25,7 @@ def open_engine(
     *,
     draft: str | None = None,
     threads: int | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     context: int | None = None,
     yes: bool = False,
     methods: Iterable[str | None] = (),

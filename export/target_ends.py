@@ -157,11 +157,13 @@ class _Initializers:
             return FloatMatrix(self.array(f"{name}.weight"))
         # An embedding has the codes as flat rows, a head in blocks; a tied pair both, of the same bytes.
         packed = self.array(f"{name}.packed" if f"{name}.packed" in self.values else f"{name}.packed.flat")
-        scales = self.array(f"{name}.scales")
+        scales = np.asarray(self.array(f"{name}.scales"), np.float32)
         rows, blocks = scales.shape
         block = columns // blocks
         bits = packed.size * 8 // (rows * columns)
-        offsets = self.array(f"{name}.offsets").T if f"{name}.offsets" in self.values else None
+        offsets = None
+        if f"{name}.offsets" in self.values:
+            offsets = np.asarray(self.array(f"{name}.offsets"), np.float32).T
         return BlockMatrix(f"int{bits}", bits, block, packed.reshape(rows, blocks, block * bits // 8), scales, offsets)
 
 

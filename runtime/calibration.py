@@ -28,11 +28,13 @@ from specrun.runtime.cuda_runtime import gpu
 from specrun.runtime.device import CPU, Device
 from specrun.runtime.session import WIDEST_BARE, ModelSession, WidthRule
 
-VERSION = 3
+VERSION = 4
 PROBED_WIDTHS = tuple(range(1, WIDEST_BARE + 1))
 LONG_WIDTHS = (64, 256)  # and one that leaves a lone row in the attention's last block
 TIMED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17)
 MULTIPLES = (1, 2, 4)
+DEVICE_MULTIPLES = (*MULTIPLES, 8, 16)  # in a device's own memory; where none of these holds, one width for all runs
+PINNED_WIDTHS = (8, 16, 32, 64)
 BASE = 24  # tokens before the probed ones
 RAGGED = ((5, 3, 1), (2, 4, 6), (1, 1, 1))  # new tokens of three rows, run after run
 TIMING_ROUNDS = 4
@@ -41,22 +43,35 @@ SHORTEST, LONGEST = 1e-7, 1e5  # seconds that a run may be said to take
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`width_multiple` of the smallest rule that held (None: none did); `costs[width]` in seconds for exact runs."""
+    """`width_multiple` of the smallest rule that held (None: none did); `costs[width]` in seconds for exact runs.
+
+    pinned: whether it is the width of every run (`WidthRule.pinned`). batches: whether rows of a batch have the bits
+    that they have alone. bound: the largest difference of a logit that was seen between runs of different widths;
+    0 under a rule that holds.
+    """
 
     width_multiple: int | None
     costs: dict[int, float]
+    pinned: bool = False
+    batches: bool = True
+    bound: float = 0.0
 
     @property
     def rule(self) -> WidthRule:
         """The rule to run by."""
         if self.width_multiple is None:
             return WidthRule(multiple=1, exact=False)
-        return WidthRule(multiple=self.width_multiple)
+        return WidthRule(multiple=self.width_multiple, pinned=self.pinned)
 
     @property
     def exactness(self) -> str:
         """ "bitwise", or "rounding" where no rule held."""
         return "rounding" if self.width_multiple is None else "bitwise"
+
+    @property
+    def batch_exactness(self) -> str:
+        """The same for rows of a batch."""
+        return self.exactness if self.batches else "rounding"
 
     def cost(self, width: int) -> float:
         """Seconds of a run of `width` positions, interpolated between the measured ones."""
@@ -84,43 +99,60 @@ def calibrate(
     kept = None if force else _load(path)
     if kept is not None:
         return kept
-    found = probe(open_session)
+    found = probe(open_session, device)
     _save(path, found)
     return found
 
 
-def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration:
-    """Run the same tokens at many widths and in ragged batches; keep the smallest multiple with equal bits."""
+def probe(open_session: Callable[[int, WidthRule], ModelSession], device: Device = CPU) -> Calibration:
+    """Run the same tokens at many widths and in ragged batches; keep the smallest rule with equal bits.
+
+    In a device's own memory rows of one text may have a rule where those of a batch have none.
+    """
     session = open_session(1, WidthRule())
     tokens = _tokens(BASE + max(LONG_WIDTHS), session.sizes.tokens)
-    reference: NDArray[np.float32] | None = None
-    found: int | None = None
-    for multiple in MULTIPLES:
-        session.width_rule = WidthRule(multiple=multiple)
-        reference = _chain(session, tokens, 16)
-        if _holds(session, tokens, reference, open_session):
-            found = multiple
+    rules = [WidthRule(multiple) for multiple in (DEVICE_MULTIPLES if device.resident else MULTIPLES)]
+    if device.resident:
+        rules += [WidthRule(width, pinned=True) for width in PINNED_WIDTHS if width <= session.sizes.context // 2]
+    alone: WidthRule | None = None
+    found: WidthRule | None = None
+    for rule in rules:
+        session.width_rule = rule
+        if not _holds(session, tokens):
+            continue
+        if not session.ragged or _ragged_holds(session, open_session(len(RAGGED[0]), rule), tokens):
+            found = rule
             break
-    session.width_rule = WidthRule(multiple=found or 1)
-    return Calibration(found, _costs(session, tokens))
+        alone = alone or (rule if device.resident else None)
+    kept = found or alone
+    session.width_rule = kept or WidthRule()
+    bound = 0.0 if kept is not None else _bound(session, tokens)
+    multiple, pinned = (None, False) if kept is None else (kept.multiple, kept.pinned)
+    return Calibration(multiple, _costs(session, tokens), pinned, batches=found is not None, bound=bound)
 
 
-def _holds(
-    session: ModelSession,
-    tokens: list[int],
-    reference: NDArray[np.float32],
-    open_session: Callable[[int, WidthRule], ModelSession],
-) -> bool:
+def _holds(session: ModelSession, tokens: list[int]) -> bool:
+    """Whether a text has the same logits at every width under the session's rule."""
+    reference = _chain(session, tokens, 16)
     chains = (_chain(session, tokens, width) for width in PROBED_WIDTHS)
     if not all(np.array_equal(chain, reference) for chain in chains):
         return False
-    if session.ragged and not _ragged_holds(session, open_session(len(RAGGED[0]), session.width_rule), tokens):
-        return False
     if session.sizes.context < max(LONG_WIDTHS) + BASE:
         return True
-    lone = 2 * session.sizes.head_dim + 1
-    long = [_long(session, tokens, width) for width in (16, *LONG_WIDTHS, lone)]
+    long = [_long(session, tokens, width) for width in _long_widths(session)]
     return all(np.array_equal(rows, long[0]) for rows in long)
+
+
+def _long_widths(session: ModelSession) -> tuple[int, ...]:
+    return 16, *LONG_WIDTHS, 2 * session.sizes.head_dim + 1
+
+
+def _bound(session: ModelSession, tokens: list[int]) -> float:
+    """The largest difference of a logit between the widths that the probe runs."""
+    runs = [[_chain(session, tokens, width) for width in PROBED_WIDTHS]]
+    if session.sizes.context >= max(LONG_WIDTHS) + BASE:
+        runs.append([_long(session, tokens, width) for width in _long_widths(session)])
+    return max(float(np.abs(logits - same[0]).max()) for same in runs for logits in same)
 
 
 def _chain(session: ModelSession, tokens: list[int], width: int) -> NDArray[np.float32]:
@@ -231,13 +263,16 @@ def _load(path: Path) -> Calibration | None:
     try:
         raw = json.loads(path.read_text())
         multiple, costs = raw["width_multiple"], {int(width): float(cost) for width, cost in raw["costs"].items()}
+        pinned, batches, bound = raw["pinned"], raw["batches"], float(raw["bound"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None  # absent or damaged: the probe is repeated
-    known = multiple is None or (type(multiple) is int and multiple in MULTIPLES)
+    choices = PINNED_WIDTHS if pinned else DEVICE_MULTIPLES
+    known = multiple is None or (type(multiple) is int and multiple in choices)
     sound = known and 1 in costs and set(costs) <= set(TIMED_WIDTHS)
+    sound = sound and type(pinned) is bool and type(batches) is bool and 0.0 <= bound < LONGEST
     if not sound or not all(SHORTEST <= cost <= LONGEST for cost in costs.values()):
         return None
-    return Calibration(multiple, costs)
+    return Calibration(multiple, costs, pinned, batches, bound)
 
 
 def _save(path: Path, found: Calibration) -> None:

@@ -85,7 +85,7 @@ class Engine:
         )
         self.calibration = calibrate(bundle, self.threads, self._open_session, device=self.device)
         self.target = self._open_session(1, self.calibration.rule)
-        self.tuning = load_tuning(bundle, self.threads)
+        self.tuning = load_tuning(bundle, self.threads, self.device)
         self._begin_costs()
         self.drafting = Drafting(bundle, draft, self.threads, self.device, self.tuning, self.context)
         self._target_tokens: list[int] = []  # what the KV buffers hold

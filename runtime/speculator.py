@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from specrun.models_cache.errors import BackendError, ContextLengthError, IntegrityError, ManifestError
 from specrun.runtime.backend import first_line
 from specrun.runtime.device import CPU, Device
-from specrun.runtime.device_buffers import Buffers, buffers_of
+from specrun.runtime.device_buffers import buffers_of
+from specrun.runtime.head_frames import HeadFrame, Output
 from specrun.runtime.kv_cache import KVCache
 
 TOP_K: Final = 8  # candidates of a row
@@ -33,7 +34,6 @@ WALKED_BYTES: Final = 64 << 20
 KV_TYPES: Final = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
 
 Features = NDArray[np.float32]
-Output = tuple[tuple[int, ...], str]  # shape and type
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,52 +60,6 @@ class Choice:
 PLAIN: Final = Choice()
 
 
-class _Frame:
-    """The inputs and outputs of one width, bound once."""
-
-    def __init__(
-        self,
-        session: Any,
-        buffers: Buffers,
-        inputs: dict[str, NDArray[Any]],
-        outputs: dict[str, Output],
-        shared: dict[str, Any],
-    ) -> None:
-        """shared: values that are bound as they are, by the name of the input or output."""
-        self.inputs = inputs
-        self.binding = session.io_binding()
-        self._buffers = buffers
-        self._planted = False
-        self._values: dict[str, Any] = {}
-        self._outputs = {name: buffers.output(*output) for name, output in outputs.items()}
-        wanted = {value.name for value in session.get_inputs()}
-        for name, array in inputs.items():
-            self._values[name] = buffers.input(name, array)
-            buffers.bind_input(self.binding, name, self._values[name])
-        for name, buffer in self._outputs.items():
-            self._values[name] = buffers.value(buffer)
-            buffers.bind_output(self.binding, name, self._values[name])
-        for name, value in shared.items():
-            (buffers.bind_input if name in wanted else buffers.bind_output)(self.binding, name, value)
-
-    def run(self, session: Any, *, noisy: bool, planted: bool) -> None:
-        """Run the graph on what the inputs now hold. noisy, planted: whether noise and bias are other than zeros.
-
-        These two are large, so they are sent only where they changed.
-        """
-        unchanged = {"noise"} if not noisy else set()
-        if not planted and not self._planted:
-            unchanged.add("attention_bias")
-        self._planted = planted
-        sent = {name: array for name, array in self.inputs.items() if name not in unchanged}
-        self._buffers.send(self._values, sent)
-        session.run_with_iobinding(self.binding)
-
-    def read(self, name: str) -> NDArray[Any]:
-        """An output of the last run, on the host."""
-        return self._buffers.read(self._outputs[name])
-
-
 class _HeadSession:
     """What both have in common: the graph, its frames, the choice of tokens."""
 
@@ -115,7 +69,7 @@ class _HeadSession:
         self._onnx_session = onnx_session
         self._draft = draft_vocabulary
         self.top_k = min(TOP_K, draft_vocabulary)
-        self._frames: OrderedDict[tuple[int, ...], _Frame] = OrderedDict()
+        self._frames: OrderedDict[tuple[int, ...], HeadFrame] = OrderedDict()
         self.onnx_seconds = 0.0
 
     def _choice_inputs(self, noise_rows: int) -> dict[str, NDArray[Any]]:
@@ -132,13 +86,13 @@ class _HeadSession:
             outputs["logits"] = (rows, self._draft), "float32"
         return outputs
 
-    def _keep(self, key: tuple[int, ...], frame: _Frame) -> _Frame:
+    def _keep(self, key: tuple[int, ...], frame: HeadFrame) -> HeadFrame:
         self._frames[key] = frame
         if len(self._frames) > MAX_FRAMES:
             self._frames.popitem(last=False)
         return frame
 
-    def _run(self, frame: _Frame, choice: Choice, *, planted: bool = False) -> Candidates:
+    def _run(self, frame: HeadFrame, choice: Choice, *, planted: bool = False) -> Candidates:
         frame.inputs["inverse_temperature"][0] = choice.inverse_temperature
         if choice.noise is not None:
             frame.inputs["noise"][:] = choice.noise
@@ -195,7 +149,7 @@ class MedusaSession(_HeadSession):
                 inputs["input_ids"] = np.zeros(1, np.int64)
             inputs |= self._choice_inputs(self.heads if noisy else 1)
             outputs = self._choice_outputs(self.heads, choice.logits)
-            frame = self._keep(key, _Frame(self._onnx_session, self._buffers, inputs, outputs, {}))
+            frame = self._keep(key, HeadFrame(self._onnx_session, self._buffers, inputs, outputs, {}))
         frame.inputs["features"][0] = feature
         if self._reads_token:
             frame.inputs["input_ids"][0] = token
@@ -330,7 +284,7 @@ class EagleSession(_HeadSession):
         self._outputs[1 + first : needed] = frame.read("hidden")
         return candidates, list(range(first, first + count))
 
-    def _frame(self, features: int, recycled: int, rows: int, choice: Choice, slots: int) -> _Frame:
+    def _frame(self, features: int, recycled: int, rows: int, choice: Choice, slots: int) -> HeadFrame:
         if slots > self._positions:
             raise ContextLengthError(f"{slots} positions are needed and {self._name} has {self._positions}.")
         self.reserve(slots)
@@ -359,7 +313,7 @@ class EagleSession(_HeadSession):
         key_value, value_value = self.cache.values
         shared = {"past_key": key_value, "past_value": value_value}
         shared |= {"present_key": key_value, "present_value": value_value}
-        return self._keep(key, _Frame(self._onnx_session, self._buffers, inputs, outputs, shared))
+        return self._keep(key, HeadFrame(self._onnx_session, self._buffers, inputs, outputs, shared))
 
     def measure(self) -> tuple[float, list[float]]:
         """(seconds of writing one slot, seconds of a level with 1, 2, .. nodes).
