@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specrun.models_cache.errors import BackendError
-from specrun.runtime.device import CPU, CUDA_PROVIDER, GRAPHS_VARIABLE, Device, cuda_problem, preload
+from specrun.runtime.device import CPU, CUDA_PROVIDER, GPU_HINT, GRAPHS_VARIABLE, Device, cuda_problem
 from specrun.runtime.forks import keep_over_forks
 
 INSTALL_HINT = "install it with `pip install 'specrun[cpu]'`, or `pip install 'specrun[gpu]'` for an NVIDIA GPU"
@@ -87,8 +87,9 @@ def create_session(model: Path | bytes, *, threads: int, device: Device = CPU, s
     both have the same threads (`share_threads`).
     """
     ort = onnxruntime()
-    if device.kind == "cuda":
-        preload()
+    problem = cuda_problem() if device.kind == "cuda" else None
+    if problem is not None:
+        raise BackendError(problem)
     options = ort.SessionOptions()
     options.log_severity_level = 3
     if _POOL.shared:
@@ -108,7 +109,8 @@ def create_session(model: Path | bytes, *, threads: int, device: Device = CPU, s
     if device.kind == "cuda" and CUDA_PROVIDER not in session.get_providers():
         # Without a word to the caller it falls back to the processor.
         raise BackendError(
-            f"ONNX Runtime {ort.__version__} could not begin on {device.name}: {cuda_problem() or 'see its messages'}."
+            f"ONNX Runtime {ort.__version__} could not begin on {device.name}, for the reason that it gives above: "
+            f"{GPU_HINT}, or choose --device cpu."
         )
     keep_over_forks(session)
     return session

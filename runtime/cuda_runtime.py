@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from specrun.models_cache.errors import BackendError
 
+NO_LIBRARIES: Final = "the CUDA libraries are missing"
 MAJORS: Final = (13, 12)  # of CUDA, newest first
 _ATTRIBUTES: Final = {"multiprocessors": 16, "major": 75, "minor": 76}
 
@@ -31,7 +32,7 @@ def gpu_problem() -> str | None:
     """Why no GPU can be used, in a few words; None if there is one."""
     library = _library()
     if library is None:
-        return "the CUDA libraries are missing"
+        return NO_LIBRARIES
     count = ctypes.c_int(0)
     error = library.cudaGetDeviceCount(ctypes.byref(count))
     if error:

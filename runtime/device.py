@@ -14,6 +14,7 @@ from typing import Any, Final
 from specrun.models_cache.errors import BackendError, UsageError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import Manifest
+from specrun.runtime.cuda_runtime import NO_LIBRARIES, free_memory, gpu_problem
 
 CUDA_PROVIDER: Final = "CUDAExecutionProvider"
 GPU_HINT: Final = "`pip uninstall onnxruntime onnxruntime-gpu`, then `pip install 'specrun[gpu]'`"
@@ -101,7 +102,6 @@ def draft_device(target: Device, draft: Bundle) -> Device:
 def cuda_problem() -> str | None:
     """Why the CUDA provider cannot be used here, with the remedy; None if it can."""
     from specrun.runtime.backend import onnxruntime
-    from specrun.runtime.cuda_runtime import gpu_problem
 
     ort = onnxruntime()
     if _both_installed():
@@ -115,9 +115,9 @@ def cuda_problem() -> str | None:
     problem = gpu_problem()
     if problem is None:
         return None
-    if "libraries" in problem:
+    if problem == NO_LIBRARIES:
         return f"ONNX Runtime finds no CUDA libraries: {GPU_HINT}, which brings them."
-    return f"Device 'cuda' cannot be used: {problem}; choose --device cpu."
+    return f"Device 'cuda' cannot be used: {problem}. Choose --device cpu, or install the NVIDIA driver."
 
 
 @functools.cache
@@ -151,8 +151,6 @@ def require_memory(device: Device, what: str, weights: int, kv: int, mend: str) 
     """
     if device.kind != "cuda":
         return
-    from specrun.runtime.cuda_runtime import free_memory
-
     free, total = free_memory(device.index)
     needed = weights + kv + RESERVE
     if needed > free:

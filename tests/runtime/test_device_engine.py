@@ -1,0 +1,260 @@
+"""A whole engine whose buffers and logits are in a device's own memory, as on a GPU; the device is the CPU.
+
+What it writes must be what the engine on the host writes, of the same graphs.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specrun.models_cache.errors import BackendError
+from specrun.runtime import Engine
+from specrun.runtime.batch import BatchEngine, BatchRequest
+from specrun.runtime.calibration import probe
+from specrun.runtime.device import Device
+from specrun.runtime.device_rows import DeviceLogits
+from specrun.runtime.session import ModelSession, WidthRule, choose_graph, session_opener
+from specrun.runtime.side_branches import Decision
+from specrun.runtime.verify import verify
+
+from .conftest import TinyModels
+from .tiny_bundles import PROMPT
+
+DEVICE = Device("cpu", resident=True)
+PROMPTS = (PROMPT, "the bell and the bear", "One two one two one")
+
+
+@pytest.mark.parametrize("model", ["heads-cuda", "heads-cuda-int4", "heads", "heads-int8"])
+@pytest.mark.parametrize("method", ["none", "ngram", "lookahead", "medusa", "eagle", "draft", "eagle+ngram"])
+def test_text_is_that_of_the_host(models: TinyModels, model: str, method: str) -> None:
+    host, device = models.engine(model, device="cpu"), models.engine(model, device=DEVICE)
+    options: tuple[dict[str, Any], ...] = (
+        {},
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 0.9, "seed": 5, "top_k": 12},
+        {"temperature": 0.7, "seed": 2, "top_p": 0.8, "repetition_penalty": 1.2},
+    )
+    for prompt in PROMPTS[:2]:
+        for how in options:
+            wanted = host.generate(prompt, max_tokens=24, raw=True, method="none", **how)
+            got = device.generate(prompt, max_tokens=24, raw=True, method=method, draft_length=3, **how)
+            assert got.token_ids == wanted.token_ids
+    assert device.calibration.exactness == host.calibration.exactness == "bitwise"
+
+
+def test_logits_and_kv_have_the_bits_of_the_host(models: TinyModels) -> None:
+    host, device = models.engine("tgt-cuda", device="cpu"), models.engine("tgt-cuda", device=DEVICE)
+    tokens = host.encode(PROMPT, raw=True)
+    assert np.array_equal(host.logits(tokens), device.logits(tokens))
+    for ours, theirs in zip(host.copy_kv(tokens), device.copy_kv(tokens), strict=True):
+        assert ours.dtype == np.float16
+        assert np.array_equal(ours, theirs)
+
+
+def test_greedy_rounds_move_no_logits(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = models.engine("tgt-cuda", device=DEVICE)
+    expected = models.engine("tgt-cuda", device="cpu").generate(PROMPT, max_tokens=40, raw=True).token_ids
+
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise AssertionError("rows of logits came to the host")
+
+    monkeypatch.setattr(DeviceLogits, "__array__", refuse)
+    got = engine.generate(PROMPT, max_tokens=40, raw=True, method="ngram", draft_length=4)
+    assert got.token_ids == expected
+    assert got.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("draft_length", [1, 4])
+def test_the_rejection_rule_draws_what_it_draws_on_the_host(models: TinyModels, draft_length: int) -> None:
+    how: dict[str, Any] = {"temperature": 0.8, "sampling": "rejection", "method": "ngram", "raw": True}
+    texts = [
+        [
+            models.engine("tgt-cuda", device=place).generate(
+                prompt, max_tokens=40, seed=seed, draft_length=draft_length, **how
+            )
+            for prompt in PROMPTS
+            for seed in range(3)
+        ]
+        for place in ("cpu", DEVICE)
+    ]
+    assert [text.token_ids for text in texts[0]] == [text.token_ids for text in texts[1]]
+    assert sum(text.speculation.proposed for text in texts[1]) > 0
+
+
+def test_ends_and_bans_are_those_of_the_host(models: TinyModels) -> None:
+    for options in ({"min_tokens": 30}, {"ignore_eos": True}, {"logprobs": 2}, {"json_schema": None}):
+        how = {name: value for name, value in options.items() if value is not None}
+        texts = [
+            models.engine("table-cuda", device=place).generate(
+                "a", max_tokens=48, raw=True, method="ngram", draft_length=4, **how
+            )
+            for place in ("cpu", DEVICE)
+        ]
+        assert texts[0].token_ids == texts[1].token_ids
+        assert texts[0].finish_reason == texts[1].finish_reason
+        assert [token.logprob for token in texts[0].tokens] == [token.logprob for token in texts[1].tokens]
+
+
+def test_a_batch_gives_each_row_its_own_text(models: TinyModels) -> None:
+    alone = models.engine("tgt-cuda", device="cpu")
+    device = models.engine("tgt-cuda", device=DEVICE)
+    prompts = [*PROMPTS, PROMPT[:12]]
+    expected = [alone.generate(prompt, max_tokens=20, raw=True).token_ids for prompt in prompts]
+    requests = [BatchRequest(i, prompt, {"max_tokens": 20, "raw": True}) for i, prompt in enumerate(prompts)]
+    found: dict[int, tuple[int, ...]] = {}
+    with closing(BatchEngine(device, batch_size=3).run(requests)) as answers:  # type: ignore[type-var]
+        for answer in answers:
+            found[answer.index] = answer.result.token_ids  # type: ignore[union-attr]
+    assert [found[i] for i in range(len(prompts))] == expected
+
+
+def test_a_conversation_is_saved_and_taken_up_again(models: TinyModels, tmp_path: Path) -> None:
+    engine = models.engine("tgt-cuda", device=DEVICE)
+    chat = engine.chat()
+    chat.send("the bell", max_tokens=8)
+    chat.save(tmp_path / "kept.npz")
+    first = chat.send("again", max_tokens=8)
+    engine.reset()
+    again = engine.load_session(tmp_path / "kept.npz").send("again", max_tokens=8)
+    assert again.token_ids == first.token_ids
+    assert again.usage.cached_tokens == first.usage.cached_tokens > 0
+
+
+def test_verify_holds_there(models: TinyModels) -> None:
+    engine = models.engine("heads-cuda", device=DEVICE)
+    cases = list(verify(engine, PROMPTS[:1], draft_lengths=(2,), max_tokens=12))
+    assert {case.method for case in cases} >= {"ngram", "medusa", "eagle", "draft"}
+    assert all(case.equal for case in cases)
+
+
+def test_graphs_without_a_bias_run_chains_only(models: TinyModels) -> None:
+    session = session_opener(models.bundle("tgt-cuda"), 1, DEVICE)(1, WidthRule())
+    assert session.tree_room(5) == 0
+    assert "attention_bias" not in {value.name for value in session._onnx_session.get_inputs()}
+
+
+class Pinned(ModelSession):
+    """A session whose bits depend on the width of a run, as on a device that takes other kernels for each."""
+
+    solo_only = False
+
+    def run_batch(self, tokens: Any, *, rows: int, parents: Any = None) -> Any:
+        found = [np.array(row) for row in super().run_batch(tokens, rows=rows, parents=parents)]
+        if self._last is not None and not self._nested(tokens):
+            width = self._last[0].positions * (self.cache.batch if self.solo_only else 1)
+            found = [row + np.float32(width * 1e-3) for row in found]
+        return found
+
+    def _nested(self, tokens: Any) -> bool:
+        return self.width_rule.pinned and max(map(len, tokens)) > self.width_rule.multiple
+
+
+def opener(models: TinyModels, kind: type[Pinned]) -> Any:
+    bundle = models.bundle("tgt-cuda")
+    onnx_session = session_opener(bundle, 1, DEVICE)(1, WidthRule())._onnx_session
+
+    def opened(batch: int, rule: WidthRule) -> ModelSession:
+        return kind(bundle, onnx_session, width_rule=rule, batch=batch, device=DEVICE)
+
+    return opened
+
+
+def test_where_every_width_has_bits_of_its_own_one_width_is_pinned(models: TinyModels) -> None:
+    found = probe(opener(models, Pinned), DEVICE)
+    assert (found.width_multiple, found.pinned, found.batches, found.bound) == (8, True, True, 0.0)
+    assert found.rule == WidthRule(8, pinned=True)
+    assert (found.exactness, found.batch_exactness) == ("bitwise", "bitwise")
+
+
+def test_a_rule_for_one_text_is_no_rule_for_a_batch(models: TinyModels) -> None:
+    class Solo(Pinned):
+        solo_only = True
+
+    found = probe(opener(models, Solo), DEVICE)
+    assert (found.width_multiple, found.pinned, found.batches) == (8, True, False)
+    assert (found.exactness, found.batch_exactness) == ("bitwise", "rounding")
+
+
+def test_where_no_rule_holds_the_difference_is_measured(models: TinyModels) -> None:
+    class Restless(Pinned):
+        runs = 0
+
+        def run_batch(self, tokens: Any, *, rows: int, parents: Any = None) -> Any:
+            Restless.runs += 1
+            return [row + np.float32(Restless.runs % 7 * 1e-2) for row in super().run_batch(tokens, rows=rows)]
+
+    found = probe(opener(models, Restless), DEVICE)
+    assert found.exactness == "rounding"
+    assert 0.01 < found.bound < 1.0
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_a_pinned_width_splits_what_is_longer(models: TinyModels, width: int) -> None:
+    open_session = session_opener(models.bundle("tgt-cuda"), 1, DEVICE)
+    tokens = [(7 * index) % 280 for index in range(61)]
+    wanted = np.array(open_session(1, WidthRule(2)).run(tokens, rows=3))
+    pinned = open_session(1, WidthRule(width, pinned=True))
+    assert np.array_equal(np.array(pinned.run(tokens, rows=3)), wanted)
+    assert {frame.positions for frame in pinned._frames} == {width}
+    pinned.rewind_to(40)
+    assert np.array_equal(np.array(pinned.run(tokens[40:], rows=20))[-3:], wanted)
+    batch = open_session(2, WidthRule(width, pinned=True))
+    logits = batch.run_batch([tokens, tokens[:5]], rows=3)
+    assert np.array_equal(logits[0], wanted)
+
+
+def test_logits_that_are_no_numbers_are_refused(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = models.engine("tgt-cuda", device=DEVICE)
+    tokens = engine.encode(PROMPT, raw=True)
+    engine.logits(tokens)
+    rows = engine.target.run([5], rows=1)
+    assert isinstance(rows, DeviceLogits)
+    rows._buffer.owner.update_inplace(np.full((1, 1, 288), np.nan, np.float32))
+    from specrun.runtime.proposal import EMPTY
+
+    with pytest.raises(BackendError, match="not numbers"):
+        rows.greedy(EMPTY, 280)
+
+
+def test_a_row_is_taken_by_its_index(models: TinyModels) -> None:
+    engine = models.engine("tgt-cuda", device=DEVICE)
+    engine.reset()
+    rows = engine.target.run(engine.encode(PROMPT, raw=True)[:9], rows=4)
+    whole = np.array(rows)
+    assert rows.shape == whole.shape == (4, 288)
+    assert len(rows) == 4
+    assert np.array_equal(rows[2], whole[2])
+    assert np.array_equal(np.array(rows[1:3]), whole[1:3])
+    assert np.array_equal(rows[-1], whole[-1])
+    for ids, values in rows[1:].best(5, 280):
+        assert len(ids) == 69
+        assert np.array_equal(np.sort(ids), ids)
+        assert (np.sort(values)[-5:] == np.sort(whole[1:, :280])[:, -5:]).all(axis=1).any()
+
+
+def test_a_decision_on_the_device_is_the_same_decision(models: TinyModels) -> None:
+    """The whole of it: what counts as accepted, as a correction, as a bonus."""
+    texts = []
+    for place in ("cpu", DEVICE):
+        engine: Engine = models.engine("table-cuda", device=place)
+        result = engine.generate("a", max_tokens=40, raw=True, method="ngram", draft_length=3)
+        texts.append((result.token_ids, [token.source for token in result.tokens], result.speculation.accepted))
+    assert texts[0] == texts[1]
+    assert Decision.__slots__
+
+
+def test_the_variant_is_chosen_by_what_the_build_knows(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = models.bundle("tgt-cuda")
+    assert choose_graph(bundle).file == "target.onnx"
+    monkeypatch.setattr("specrun.runtime.session.build_features", lambda: frozenset({"attention_bias"}))
+    assert choose_graph(bundle).file == "target_batch1.onnx"
+    with closing(Engine.load("tgt-cuda", device=DEVICE, threads=1)) as engine:
+        assert not engine.target.ragged
+        assert BatchEngine(engine, batch_size=8).batch_size == 1
+        got = engine.generate(PROMPT, max_tokens=16, raw=True, method="ngram", draft_length=3).token_ids
+    assert got == models.engine("tgt-cuda", device="cpu").generate(PROMPT, max_tokens=16, raw=True).token_ids
