@@ -41,7 +41,7 @@ class WeightFile:
             return ir.Tensor(array, name=name)
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
         offset = self._file.tell()
-        self._file.write(array.data)  # tofile would hide the reason why a disk refuses
+        self._file.write(array.reshape(-1).view(np.uint8).data)  # tofile would hide the reason why a disk refuses
         return self._reference(name, offset, array.nbytes, ir.DataType.from_numpy(array.dtype), array.shape)
 
     def view(self, name: str, stored: Stored, shape: tuple[int, ...]) -> Stored:

@@ -106,6 +106,7 @@ class ModelSession:
         self._bias = np.zeros(0, HOST_TYPES[self._dtype])
         self._outputs: dict[Any, Any] = {}
         self._last: tuple[Frame, int] | None = None
+        self._joined: NDArray[np.float32] | None = None  # features of a run that took several
         self._planted: NDArray[Any] | None = None  # the part of the bias that is not 0: a tree of the last run
         self.onnx_seconds = 0.0
         self.costs: RoundCosts | None = None  # which learn from the runs of one row
@@ -123,8 +124,7 @@ class ModelSession:
         """
         if self._last is None:
             return np.empty((0, self._feature_width), np.float32)
-        frame, count = self._last
-        features: NDArray[np.float32] = self._buffers.read(frame.features)[0, :count]
+        features: NDArray[np.float32] = self.batch_features[0, : self._last[1]]
         return features
 
     @property
@@ -132,7 +132,7 @@ class ModelSession:
         """Features f32 [batch, positions, taps x hidden] of the last run, padding included; a view like `features`."""
         if self._last is None:
             return np.empty((self.cache.batch, 0, self._feature_width), np.float32)
-        return self._buffers.read(self._last[0].features)
+        return self._buffers.read(self._last[0].features) if self._joined is None else self._joined
 
     def tree_room(self, length: int) -> int:
         """The most nodes that a token tree may have behind `length` tokens; 0: only its main branch can be run.
@@ -231,6 +231,7 @@ class ModelSession:
         if parents is not None:
             self._planted = frame.block(len(tokens[0]), len(parents), lengths[0])
             frame.plant(parents, self._planted, len(tokens[0]), lengths[0])
+        self._joined = None
         start = time.perf_counter()
         try:
             frame.run(self._onnx_session)
@@ -253,19 +254,24 @@ class ModelSession:
         return logits
 
     def _run_pieces(self, tokens: Sequence[Sequence[int]], rows: int) -> NDArray[np.float32]:
-        """As `run_batch`, in runs of the pinned width; the logits are on the host, and of the last run the features."""
+        """As `run_batch`, in runs of the pinned width; logits and features are on the host then."""
         width = self.width_rule.multiple
         found: list[list[NDArray[np.float32]]] = [[] for _ in tokens]
+        features: list[NDArray[np.float32]] = []
         for start in range(0, max(map(len, tokens)), width):
             pieces = [new[start : start + width] for new in tokens]
             logits = self.run_batch(pieces, rows=min(width, max(map(len, pieces))))
             for row, piece in enumerate(pieces):
-                found[row] += np.array(logits[row])[len(logits[row]) - len(piece) :]
+                found[row].extend(np.array(logits[row])[len(logits[row]) - len(piece) :])
+            features.append(self.batch_features.copy())
+        self._joined = np.concatenate(features, axis=1)
         joined = np.zeros((len(tokens), rows, self.sizes.vocabulary), np.float32)
         for row, every in enumerate(found):
             last = every[-rows:]
             if last:
                 joined[row, rows - len(last) :] = last
+        assert self._last is not None
+        self._last = self._last[0], len(tokens[0])
         return joined
 
     def _frame(self, longest: int, rows: int) -> Frame:
