@@ -13,6 +13,7 @@ from specrun.models_cache.progress import Progress, no_progress
 from specrun.runtime.engine import Engine, Prompt
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.request import METHODS, canonical_method
+from specrun.runtime.sampling import coupled_noise
 
 DRAFT_LENGTHS: Final = (1, 2, 3, 4, 5, 8, 16)
 SAMPLINGS: Final[dict[str, dict[str, Any]]] = {
@@ -32,7 +33,8 @@ class VerifyCase:
     """One method, draft length and kind of sampling over all prompts.
 
     draft_length: None for the adaptive one. tokens: how many were compared. difference: where and by how much the
-    first unequal text differs, None if all are equal.
+    first unequal text differs, None if all are equal. rounding: whether that is no more than the probe's bound allows:
+    where exactness is "rounding", two tokens nearer to each other than twice the bound may change places.
     """
 
     method: str
@@ -42,6 +44,12 @@ class VerifyCase:
     tokens: int
     equal: bool
     difference: str | None
+    rounding: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether this is what the engine promises."""
+        return self.equal or self.rounding
 
 
 def verify(
@@ -102,8 +110,29 @@ def _case(
         compared += len(wanted)
         if got != wanted:
             text = f"prompt {index + 1}: {describe_difference(engine, prompt, wanted, got)}"
-            return VerifyCase(method, draft_length, sampling, len(prompts), compared, False, text)
+            near = _near(engine, prompt, wanted, got, options)
+            return VerifyCase(method, draft_length, sampling, len(prompts), compared, False, text, near)
     return VerifyCase(method, draft_length, sampling, len(prompts), compared, True, None)
+
+
+def _near(engine: Engine, prompt: Prompt, wanted: Sequence[int], got: Sequence[int], options: dict[str, Any]) -> bool:
+    """Whether the two tokens at which texts part are nearer to each other than rounding may turn.
+
+    Under coupled sampling what counts is the logit over the temperature with the token's noise, as that is what the
+    largest is taken of.
+    """
+    bound, at = engine.calibration.bound, shared_prefix(wanted, got)
+    if bound == 0.0 or at >= min(len(wanted), len(got)):
+        return False
+    pair = np.array(sorted((wanted[at], got[at])))
+    before = [*engine.encode(prompt), *wanted[:at]]
+    scores = engine.logits(before)[pair].astype(np.float64)
+    temperature = float(options.get("temperature", 0.0))
+    if temperature > 0.0:
+        bound /= temperature
+        noise = coupled_noise(pair, int(options["seed"]), 0, len(before))
+        scores = scores / temperature - np.log(-np.log1p(noise * -(2.0**-53)))
+    return bool(abs(scores[0] - scores[1]) <= 2.0 * bound)
 
 
 def describe_difference(engine: Engine, prompt: Prompt, wanted: Sequence[int], got: Sequence[int]) -> str:
