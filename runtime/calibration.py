@@ -28,7 +28,7 @@ from specrun.runtime.cuda_runtime import gpu
 from specrun.runtime.device import CPU, Device
 from specrun.runtime.session import WIDEST_BARE, ModelSession, WidthRule
 
-VERSION = 4
+VERSION = 3
 PROBED_WIDTHS = tuple(range(1, WIDEST_BARE + 1))
 LONG_WIDTHS = (64, 256)  # and one that leaves a lone row in the attention's last block
 TIMED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17)
@@ -99,20 +99,21 @@ def calibrate(
     kept = None if force else _load(path)
     if kept is not None:
         return kept
-    found = probe(open_session, device)
+    found = probe(open_session)
     _save(path, found)
     return found
 
 
-def probe(open_session: Callable[[int, WidthRule], ModelSession], device: Device = CPU) -> Calibration:
+def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration:
     """Run the same tokens at many widths and in ragged batches; keep the smallest rule with equal bits.
 
     In a device's own memory rows of one text may have a rule where those of a batch have none.
     """
     session = open_session(1, WidthRule())
+    resident = session.device.resident
     tokens = _tokens(BASE + max(LONG_WIDTHS), session.sizes.tokens)
-    rules = [WidthRule(multiple) for multiple in (DEVICE_MULTIPLES if device.resident else MULTIPLES)]
-    if device.resident:
+    rules = [WidthRule(multiple) for multiple in (DEVICE_MULTIPLES if resident else MULTIPLES)]
+    if resident:
         rules += [WidthRule(width, pinned=True) for width in PINNED_WIDTHS if width <= session.sizes.context // 2]
     alone: WidthRule | None = None
     found: WidthRule | None = None
@@ -123,7 +124,7 @@ def probe(open_session: Callable[[int, WidthRule], ModelSession], device: Device
         if not session.ragged or _ragged_holds(session, open_session(len(RAGGED[0]), rule), tokens):
             found = rule
             break
-        alone = alone or (rule if device.resident else None)
+        alone = alone or (rule if resident else None)
     kept = found or alone
     session.width_rule = kept or WidthRule()
     bound = 0.0 if kept is not None else _bound(session, tokens)
@@ -263,7 +264,8 @@ def _load(path: Path) -> Calibration | None:
     try:
         raw = json.loads(path.read_text())
         multiple, costs = raw["width_multiple"], {int(width): float(cost) for width, cost in raw["costs"].items()}
-        pinned, batches, bound = raw["pinned"], raw["batches"], float(raw["bound"])
+        pinned, batches = raw.get("pinned", False), raw.get("batches", True)
+        bound = float(raw["bound"] if multiple is None else raw.get("bound", 0.0))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None  # absent or damaged: the probe is repeated
     choices = PINNED_WIDTHS if pinned else DEVICE_MULTIPLES

@@ -166,7 +166,7 @@ def opener(models: TinyModels, kind: type[Pinned]) -> Any:
 
 
 def test_where_every_width_has_bits_of_its_own_one_width_is_pinned(models: TinyModels) -> None:
-    found = probe(opener(models, Pinned), DEVICE)
+    found = probe(opener(models, Pinned))
     assert (found.width_multiple, found.pinned, found.batches, found.bound) == (8, True, True, 0.0)
     assert found.rule == WidthRule(8, pinned=True)
     assert (found.exactness, found.batch_exactness) == ("bitwise", "bitwise")
@@ -176,7 +176,7 @@ def test_a_rule_for_one_text_is_no_rule_for_a_batch(models: TinyModels) -> None:
     class Solo(Pinned):
         solo_only = True
 
-    found = probe(opener(models, Solo), DEVICE)
+    found = probe(opener(models, Solo))
     assert (found.width_multiple, found.pinned, found.batches) == (8, True, False)
     assert (found.exactness, found.batch_exactness) == ("bitwise", "rounding")
 
@@ -189,7 +189,7 @@ def test_where_no_rule_holds_the_difference_is_measured(models: TinyModels) -> N
             Restless.runs += 1
             return [row + np.float32(Restless.runs % 7 * 1e-2) for row in super().run_batch(tokens, rows=rows)]
 
-    found = probe(opener(models, Restless), DEVICE)
+    found = probe(opener(models, Restless))
     assert found.exactness == "rounding"
     assert 0.01 < found.bound < 1.0
 
