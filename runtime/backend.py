@@ -80,8 +80,12 @@ def threads_are_shared() -> bool:
     return _POOL.shared
 
 
-def create_session(model: Path | bytes, *, threads: int, device: Device = CPU, shared_cpu: bool = False) -> Any:
+def create_session(
+    model: Path | bytes, *, threads: int, device: Device = CPU, shared_cpu: bool = False, recorded: bool = False
+) -> Any:
     """An InferenceSession for the graph at a path, or in the bytes of a file.
+
+    recorded: its runs may be recorded as CUDA graphs, each under the number that `run_options` gives it.
 
     `shared_cpu`: another session runs in turn on the same cores, so idle threads must not spin between runs, unless
     both have the same threads (`share_threads`).
@@ -103,7 +107,7 @@ def create_session(model: Path | bytes, *, threads: int, device: Device = CPU, s
     name = model.name if isinstance(model, Path) else "a graph of specrun's own"
     source = os.fspath(model) if isinstance(model, Path) else model
     try:
-        session = ort.InferenceSession(source, options, providers=device.providers())
+        session = ort.InferenceSession(source, options, providers=device.providers(recorded=recorded))
     except Exception as error:  # onnxruntime raises classes of its own without a common base
         raise BackendError(f"ONNX Runtime {ort.__version__} refused {name}: {first_line(error)}") from error
     if device.kind == "cuda" and CUDA_PROVIDER not in session.get_providers():

@@ -26,7 +26,7 @@ from specrun.models_cache.layout import Bundle, cache_root
 from specrun.runtime.backend import onnxruntime, threads_are_shared
 from specrun.runtime.cuda_runtime import gpu
 from specrun.runtime.device import CPU, Device
-from specrun.runtime.session import WIDEST_BARE, ModelSession, WidthRule
+from specrun.runtime.session import PROBED_ROWS, WIDEST_BARE, ModelSession, WidthRule
 
 VERSION = 3
 PROBED_WIDTHS = tuple(range(1, WIDEST_BARE + 1))
@@ -36,7 +36,7 @@ MULTIPLES = (1, 2, 4)
 DEVICE_MULTIPLES = (*MULTIPLES, 8, 16)  # in a device's own memory; where none of these holds, one width for all runs
 PINNED_WIDTHS = (8, 16, 32, 64)
 BASE = 24  # tokens before the probed ones
-RAGGED = ((5, 3, 1), (2, 4, 6), (1, 1, 1))  # new tokens of three rows, run after run
+RAGGED = ((5, 3, 1), (2, 4, 6), (1, 1, 1))  # new tokens of `PROBED_ROWS` rows, run after run
 TIMING_ROUNDS = 4
 SHORTEST, LONGEST = 1e-7, 1e5  # seconds that a run may be said to take
 
@@ -121,7 +121,7 @@ def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration
         session.width_rule = rule
         if not _holds(session, tokens):
             continue
-        if not session.ragged or _ragged_holds(session, open_session(len(RAGGED[0]), rule), tokens):
+        if not session.ragged or _ragged_holds(session, open_session(PROBED_ROWS, rule), tokens):
             found = rule
             break
         alone = alone or (rule if resident else None)

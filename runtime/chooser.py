@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ from specrun.runtime.sampling import (
     top_logprobs,
 )
 from specrun.runtime.side_branches import Decision, settle
+
+MOST_CANDIDATES: Final = 1024  # of a row that come from a device one by one
 
 
 class Chooser:
@@ -83,7 +86,10 @@ class Chooser:
             if outcome is not None:
                 ended = bool(outcome.path) and outcome.next_token is None
                 return settle(proposal, outcome, whole=self._margin is not None, rows=[], ended=ended)
-            logits = np.asarray(logits)
+            # Under top-k nothing else of a row is looked at, and a penalty would have to come before.
+            few = 0 < self._sampling.top_k <= MOST_CANDIDATES and not self._sampling.penalised
+            few = few and self._options.logprobs is None and self._grammar is None and self._banned(committed) is None
+            logits = logits.best(self._sampling.top_k, self._tokens) if few else np.asarray(logits)
         exact = proposal.main_length if exact_cache else -1
         drafts: list[int] = []
         rows: list[Distribution] = []

@@ -44,8 +44,8 @@ class Device:
         """Whether runs of a width are recorded once and replayed; asked for with SPECRUN_CUDA_GRAPHS=1."""
         return self.kind == "cuda" and os.environ.get(GRAPHS_VARIABLE) == "1"
 
-    def providers(self) -> list[Any]:
-        """What ONNX Runtime takes as `providers`.
+    def providers(self, *, recorded: bool = False) -> list[Any]:
+        """What ONNX Runtime takes as `providers`. recorded: for a graph whose runs may be recorded as CUDA graphs.
 
         Every session has a stream of its own there, and waits for it at the end of a run, so a target and its draft
         are in no race. They may be on different GPUs.
@@ -56,7 +56,7 @@ class Device:
             "device_id": str(self.index),
             "arena_extend_strategy": "kSameAsRequested",  # what it takes, and not the next power of two
             "use_tf32": "0",
-            "enable_cuda_graph": str(int(self.cuda_graphs)),
+            "enable_cuda_graph": str(int(recorded and self.cuda_graphs)),
         }
         return [(CUDA_PROVIDER, options)]
 

@@ -131,14 +131,13 @@ def ratio_graph(tokens: int) -> bytes:
 def top_graph(tokens: int) -> bytes:
     """The best of each row, for sampling under top-k: logits f32 [rows, V], k i64 [1] -> values f32, ids i64 [rows, k].
 
-    `peaks` and `odd` as in `greedy_graph`.
+    Best first; which of equals is taken is up to the provider.
     """
     g = GraphWriter("top")
     real = _real_logits(g, tokens)
     g.op_multi("TopK", real, g.input("k", INT64, [1]), outs=("values", "ids"), axis=1)
     g.output("values", FLOAT, ["rows", "top"])
     g.output("ids", INT64, ["rows", "top"])
-    _peaks(g, real, g.op("ReduceMax", real, g.constant("one", [1]), keepdims=1))
     return g.model()
 
 

@@ -83,18 +83,20 @@ class DeviceLogits:
         extra = {"inverse_temperature": np.array([1.0 / temperature]), "uniforms": uniforms[depths]}
         return self._judge("drawn", proposal, tokens, extra)
 
-    def best(self, k: int, tokens: int) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """For each row (ids, logits) of candidates that hold the k best, and all that tie with the k-th of them."""
+    def best(self, k: int, tokens: int) -> NDArray[np.float32]:
+        """Logits f32 [rows, tokens] on the host: of each row the k best and what ties with the k-th, -inf elsewhere.
+
+        The provider promises nothing on which of equals it takes, so where those that tie may be more than came, the
+        whole row does.
+        """
         count = min(k + SPARE, tokens)
-        values, ids, peaks, odd = self._run("top", tokens, {"k": np.array([count])}, ("values", "ids", "peaks", "odd"))
-        _check(peaks, odd)
-        found = []
-        for row in range(self._rows):
-            cut = count < tokens and values[row, -1] == values[row, k - 1]
-            ids_of = np.arange(tokens) if cut else np.sort(ids[row])
-            order = np.argsort(ids[row])
-            found.append((ids_of, self[row][:tokens] if cut else values[row][order]))
-        return found
+        values, ids = self._run("top", tokens, {"k": np.array([count])}, ("values", "ids"))
+        rows = np.full((self._rows, tokens), -np.inf, np.float32)
+        np.put_along_axis(rows, ids, values, axis=1)
+        for row in np.flatnonzero(~(values[:, -1] < values[:, k - 1])):  # so too for logits that are not numbers
+            if count < tokens:
+                rows[row] = self[int(row)][:tokens]
+        return rows
 
     def _judge(self, graph: str, proposal: Proposal, tokens: int, extra: dict[str, NDArray[Any]]) -> Verdict:
         names = ("choices", "taken", "next", "peaks", "odd")

@@ -20,7 +20,7 @@ from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import GraphSpec
 from specrun.runtime.backend import build_features, create_session, first_line
 from specrun.runtime.device import CPU, Device, require_memory
-from specrun.runtime.device_buffers import HOST_TYPES, DeviceBuffers, buffers_of
+from specrun.runtime.device_buffers import BATCH_STEP, HOST_TYPES, DeviceBuffers, buffers_of
 from specrun.runtime.device_rows import DeviceLogits, Logits
 from specrun.runtime.frames import Frame, FrameShape
 from specrun.runtime.kv_cache import KVCache
@@ -32,6 +32,7 @@ PREFILL_CHUNK = 256
 SPARE = 8  # positions that a run may need beyond its tokens: the dummy row, and those that fill a width
 WIDEST_BARE = 16  # the widest run without a dummy row; calibration probes them all
 MAX_FRAMES = 48
+PROBED_ROWS = 3  # of a batch that calibration runs
 WIDE_STEP = 64  # where there is no dummy row, wide runs have multiples of it, so that few widths are bound
 
 BatchLogits = NDArray[np.float32] | Sequence[Logits]  # of each row of a batch
@@ -386,11 +387,13 @@ def session_opener(
     positions = kv.positions
     if device.resident and context is not None:
         positions -= max(0, bundle.manifest.sizes.context - context)
-    needed = KVShape.of_bundle(bundle).kv_bytes(positions)
+    shape = KVShape.of_bundle(bundle)
+    # The probe of the widths takes a small batch besides, for a while.
+    needed = shape.kv_bytes(positions) + shape.kv_bytes(min(positions, BATCH_STEP), PROBED_ROWS)
     mend = "choose a smaller --context or precision, or another --device"
     require_memory(device, bundle.manifest.name, bundle.weights_bytes, needed, mend)
     path = bundle.path / choose_graph(bundle).file
-    onnx_session = create_session(path, threads=threads, device=device, shared_cpu=shared_cpu)
+    onnx_session = create_session(path, threads=threads, device=device, shared_cpu=shared_cpu, recorded=True)
     return lambda batch, rule: ModelSession(
         bundle, onnx_session, width_rule=rule, batch=batch, device=device, positions=positions
     )

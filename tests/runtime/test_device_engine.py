@@ -232,10 +232,25 @@ def test_a_row_is_taken_by_its_index(models: TinyModels) -> None:
     assert np.array_equal(rows[2], whole[2])
     assert np.array_equal(np.array(rows[1:3]), whole[1:3])
     assert np.array_equal(rows[-1], whole[-1])
-    for ids, values in rows[1:].best(5, 280):
-        assert len(ids) == 69
-        assert np.array_equal(np.sort(ids), ids)
-        assert (np.sort(values)[-5:] == np.sort(whole[1:, :280])[:, -5:]).all(axis=1).any()
+
+
+def test_the_best_of_rows_hold_all_that_tie(models: TinyModels) -> None:
+    engine = models.engine("tgt-cuda", device=DEVICE)
+    engine.reset()
+    rows = engine.target.run(engine.encode(PROMPT, raw=True)[:9], rows=3)
+    assert isinstance(rows, DeviceLogits)
+    whole = np.array(rows)[:, :280].copy()
+    whole[1, 10:200] = whole[1].max() + 1  # more than come with the k best
+    whole[2, 5:40] = whole[2].max() + 1  # fewer
+    rows._buffer.owner.update_inplace(np.pad(whole, ((0, 0), (0, 8)))[None])
+    rows._copied = None
+    best = rows.best(4, 280)
+    for row, found in zip(whole, best, strict=True):
+        border = np.sort(row)[-4]
+        assert np.array_equal(found[row >= border], row[row >= border])
+        assert np.isneginf(found[found != row]).all()
+    assert (best[1] == whole[1]).all()
+    assert np.isfinite(best[0]).sum() == np.isfinite(best[2]).sum() == 4 + 64
 
 
 def test_a_decision_on_the_device_is_the_same_decision(models: TinyModels) -> None:

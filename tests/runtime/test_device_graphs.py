@@ -204,7 +204,7 @@ def test_numbers_that_are_none_are_counted() -> None:
 
 def test_the_best_of_a_row_are_the_lowest_ids_among_equals() -> None:
     logits = np.array([[1, 3, 3, 2, 3, 0]], np.float32)
-    values, ids, *_ = session(top_graph(5)).run(None, {"logits": logits, "k": np.array([3])})
+    values, ids = session(top_graph(5)).run(None, {"logits": logits, "k": np.array([3])})
     assert (values.tolist(), ids.tolist()) == ([[3, 3, 3]], [[1, 2, 4]])
 
 
