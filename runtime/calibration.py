@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ MULTIPLES = (1, 2, 4)
 DEVICE_MULTIPLES = (*MULTIPLES, 8, 16)  # in a device's own memory; where none of these holds, one width for all runs
 PINNED_WIDTHS = (8, 16, 32, 64)
 BASE = 24  # tokens before the probed ones
+TREE = (-1, 0, 1, -1, 3, 3, 5)  # parents of the nodes of the probed tree
+TREE_BASES = (BASE, 200)  # tokens before it
 RAGGED = ((5, 3, 1), (2, 4, 6), (1, 1, 1))  # new tokens of `PROBED_ROWS` rows, run after run
 TIMING_ROUNDS = 4
 SHORTEST, LONGEST = 1e-7, 1e5  # seconds that a run may be said to take
@@ -47,7 +49,8 @@ class Calibration:
 
     pinned: whether it is the width of every run (`WidthRule.pinned`). batches: whether rows of a batch have the bits
     that they have alone. bound: the largest difference of a logit that was seen between runs of different widths;
-    0 under a rule that holds.
+    0 under a rule that holds. tree_bound: the same between a chain's run and a tree's, and behind a cache that a tree
+    left, where trees have a graph of their own; else None.
     """
 
     width_multiple: int | None
@@ -55,6 +58,7 @@ class Calibration:
     pinned: bool = False
     batches: bool = True
     bound: float = 0.0
+    tree_bound: float | None = None
 
     @property
     def rule(self) -> WidthRule:
@@ -129,7 +133,44 @@ def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration
     session.width_rule = kept or WidthRule()
     bound = 0.0 if kept is not None else _bound(session, tokens)
     multiple, pinned = (None, False) if kept is None else (kept.multiple, kept.pinned)
-    return Calibration(multiple, _costs(session, tokens), pinned, batches=found is not None, bound=bound)
+    trees = _tree_bound(session, tokens) if kept is not None and session.may_run_trees else None
+    costs = _costs(session, tokens)
+    return Calibration(multiple, costs, pinned, batches=found is not None, bound=bound, tree_bound=trees)
+
+
+def _tree_bound(session: ModelSession, tokens: list[int]) -> float:
+    """The largest difference of a logit that trees make: between a node's row and the chain's over its path, and
+    between rows behind a path that was kept of a tree and behind the same path as a chain."""
+    worst = 0.0
+    starts = [base for base in TREE_BASES if base + 2 * len(TREE) <= min(session.sizes.context, len(tokens))]
+    for base in starts:
+        root, nodes = tokens[base], tokens[base + 1 : base + 1 + len(TREE)]
+        later = tokens[base + 1 + len(TREE) : base + 4 + len(TREE)]
+        paths = [node_path(TREE, node) for node in range(len(TREE))]
+        chains = {}
+        for leaf in (2, len(TREE) - 1):
+            session.rewind_to(0)
+            session.run(tokens[:base], rows=1)
+            path = paths[leaf]
+            chains[leaf] = np.array(session.run([root, *[nodes[node] for node in path]], rows=len(path) + 1))
+            behind = np.array(session.run(later, rows=len(later)))
+        session.rewind_to(base)
+        rows = np.array(session.run([root, *nodes], rows=len(TREE) + 1, parents=TREE))
+        for leaf, chain in chains.items():
+            places = [0, *[node + 1 for node in paths[leaf]]]
+            worst = max(worst, float(np.abs(rows[places] - chain).max()))
+        session.keep_path(base + 1, paths[-1])
+        worst = max(worst, float(np.abs(np.array(session.run(later, rows=len(later))) - behind).max()))
+    return worst
+
+
+def node_path(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from a child of the root to this one."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
 
 
 def _holds(session: ModelSession, tokens: list[int]) -> bool:
@@ -265,16 +306,18 @@ def _load(path: Path) -> Calibration | None:
         raw = json.loads(path.read_text())
         multiple, costs = raw["width_multiple"], {int(width): float(cost) for width, cost in raw["costs"].items()}
         pinned, batches = raw.get("pinned", False), raw.get("batches", True)
+        trees = raw.get("tree_bound")
         bound = float(raw["bound"] if multiple is None else raw.get("bound", 0.0))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None  # absent or damaged: the probe is repeated
     choices = PINNED_WIDTHS if pinned else DEVICE_MULTIPLES
     known = multiple is None or (type(multiple) is int and multiple in choices)
     sound = known and 1 in costs and set(costs) <= set(TIMED_WIDTHS)
+    sound = sound and (trees is None or (type(trees) is float and 0.0 <= trees < LONGEST))
     sound = sound and type(pinned) is bool and type(batches) is bool and 0.0 <= bound < LONGEST
     if not sound or not all(SHORTEST <= cost <= LONGEST for cost in costs.values()):
         return None
-    return Calibration(multiple, costs, pinned, batches, bound)
+    return Calibration(multiple, costs, pinned, batches, bound, trees)
 
 
 def _save(path: Path, found: Calibration) -> None:

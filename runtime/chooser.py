@@ -82,7 +82,8 @@ class Chooser:
         Logits on a device are judged there, where the rule is a plain one.
         """
         if isinstance(logits, DeviceLogits):
-            outcome = self._judged(proposal, logits, committed)
+            whole = self._margin is None or (exact_cache and proposal.main_length == len(proposal))
+            outcome = self._judged(proposal, logits, committed) if whole else None
             if outcome is not None:
                 ended = bool(outcome.path) and outcome.next_token is None
                 return settle(proposal, outcome, whole=self._margin is not None, rows=[], ended=ended)
@@ -117,9 +118,9 @@ class Chooser:
         """What the device decides; None where it cannot, and the rows must come to the host.
 
         It can for greedy decoding, and for a point-mass proposal under the rejection rule without filters or penalties;
-        not where ids are banned, nor on rows of a side branch, whose choices must win by a margin.
+        not where ids are banned.
         """
-        plain = self._grammar is None and self._margin is None and self._banned(committed) is None
+        plain = self._grammar is None and self._banned(committed) is None
         if not plain or self._options.logprobs is not None:
             return None
         if self._plain_greedy:

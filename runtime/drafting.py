@@ -28,7 +28,7 @@ from specrun.runtime.proposers.lookahead import LookaheadProposer
 from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import METHODS, Request
 from specrun.runtime.round_costs import RoundCosts
-from specrun.runtime.session import ModelSession, session_opener
+from specrun.runtime.session import TREES, ModelSession, session_opener
 from specrun.runtime.tree_planner import Planning
 from specrun.runtime.tree_shape import SIDE_VALUE_MARGIN, SIDE_VALUE_REVERIFY
 from specrun.runtime.tuning import UNTUNED, Tuning
@@ -264,4 +264,6 @@ class Drafting:
         """What side branches of a token tree are worth under the policy of this request."""
         if self._bundle.manifest.kv.window is not None:
             return 0.0
+        if TREES in self._bundle.manifest.graphs and not chooser.commits_side_branches:
+            return 0.0  # nothing of a tree's run would be exact
         return SIDE_VALUE_MARGIN if chooser.commits_side_branches else SIDE_VALUE_REVERIFY

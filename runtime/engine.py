@@ -37,7 +37,7 @@ from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
 from specrun.runtime.round_costs import RoundCosts
 from specrun.runtime.session import session_opener
-from specrun.runtime.side_branches import MARGIN
+from specrun.runtime.side_branches import MARGIN, tree_margin
 from specrun.runtime.stream import Stream
 from specrun.runtime.tokenizer import Tokenizer
 from specrun.runtime.tuning import Tuning, load_tuning
@@ -85,6 +85,7 @@ class Engine:
         )
         self.calibration = calibrate(bundle, self.threads, self._open_session, device=self.device)
         self.target = self._open_session(1, self.calibration.rule)
+        self.target.tree_bound = self.calibration.tree_bound
         self.tuning = load_tuning(bundle, self.threads, self.device)
         self._begin_costs()
         self.drafting = Drafting(bundle, draft, self.threads, self.device, self.tuning, self.context)
@@ -213,6 +214,8 @@ class Engine:
     @property
     def margin(self) -> float | None:
         """How clearly a choice must win on a side branch of a token tree to be trusted; None: it is verified again."""
+        if not self.target.trees_exact:
+            return tree_margin(self.target.tree_bound)
         return MARGIN if set(self.bundle.manifest.precision.values()) == {"fp32"} else None
 
     def load_ngrams(self, path: Path) -> None:
@@ -236,6 +239,7 @@ class Engine:
         with self._exclusive():
             self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True, device=self.device)
             self.target.width_rule = self.calibration.rule
+            self.target.tree_bound = self.calibration.tree_bound
             self._begin_costs()
         return self.calibration
 

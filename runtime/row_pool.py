@@ -121,6 +121,11 @@ class PoolRow:
         """Features of the tokens that the row took in the last run."""
         return self._pool.features(self.slot)
 
+    @property
+    def trees_exact(self) -> bool:
+        """There are none."""
+        return True
+
     def tree_room(self, length: int) -> int:
         """Rows of a batch share the bias, so there is none."""
         return 0

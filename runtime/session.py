@@ -6,51 +6,41 @@ bound is bound once per width, so a run only rewrites a few small arrays in plac
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.models_cache.errors import BackendError, ContextLengthError, ManifestError
+from specrun.models_cache.errors import BackendError, ContextLengthError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import GraphSpec
 from specrun.runtime.backend import build_features, create_session, first_line
-from specrun.runtime.device import CPU, Device, require_memory
+from specrun.runtime.device import CPU, Device, has_room, require_memory
 from specrun.runtime.device_buffers import BATCH_STEP, HOST_TYPES, DeviceBuffers, buffers_of
 from specrun.runtime.device_rows import DeviceLogits, Logits
 from specrun.runtime.frames import Frame, FrameShape
+from specrun.runtime.graph_check import check_graph
 from specrun.runtime.kv_cache import KVCache
 from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.proposal import MAX_NODES
 from specrun.runtime.round_costs import RoundCosts
+from specrun.runtime.width_rule import WidthRule
+
+__all__ = ["PREFILL_CHUNK", "TREES", "BatchLogits", "ModelSession", "WidthRule", "choose_graph", "session_opener"]
 
 PREFILL_CHUNK = 256
 SPARE = 8  # positions that a run may need beyond its tokens: the dummy row, and those that fill a width
 WIDEST_BARE = 16  # the widest run without a dummy row; calibration probes them all
 MAX_FRAMES = 48
+TREES = "target_tree"  # the graph for token trees, in bundles whose other graphs run chains only
 PROBED_ROWS = 3  # of a batch that calibration runs
 WIDE_STEP = 64  # where there is no dummy row, wide runs have multiples of it, so that few widths are bound
 
 BatchLogits = NDArray[np.float32] | Sequence[Logits]  # of each row of a batch
-
-
-@dataclass(frozen=True, slots=True)
-class WidthRule:
-    """At which widths rows of a run are bit-equal on this machine: `multiple` of positions, rows and logit rows.
-
-    `exact` is False where the probe found no rule; then results are equal only up to rounding. `padded` False is the
-    baseline of `bench`: every run at its natural width, the attention's lone-row kernel included. `pinned`: every run
-    has just `multiple` positions, and what is longer takes several; for devices with other kernels for other widths.
-    """
-
-    multiple: int = 1
-    exact: bool = True
-    padded: bool = True
-    pinned: bool = False
 
 
 class ModelSession:
@@ -66,10 +56,12 @@ class ModelSession:
         cache: KVCache | None = None,
         device: Device = CPU,
         positions: int | None = None,
+        open_trees: Callable[[], Any] | None = None,
     ) -> None:
         """cache: buffers that are there already, for the batch that they have; else new ones.
 
-        positions: the most that a row may have, spare ones included; by default all that the graph has.
+        open_trees: gives the session of the graph for token trees, where the other runs chains only; it is asked when
+        the first tree is run. positions: the most that a row may have, spare ones included; by default all of them.
         """
         batch = batch if cache is None else cache.batch
         graph = choose_graph(bundle)
@@ -85,8 +77,11 @@ class ModelSession:
         self.device = device
         self.positions = min(positions or bundle.manifest.kv.positions, bundle.manifest.kv.positions)
         self._onnx_session = onnx_session
+        self._open_trees = open_trees
         self._output_names = check_graph(bundle, onnx_session)
         self._inputs = frozenset(value.name for value in onnx_session.get_inputs())
+        self.trees_exact = "attention_bias" in self._inputs
+        self.tree_bound: float | None = None
         self._qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         spec = bundle.manifest.features
         self._feature_width = 0 if spec is None else len(spec.taps) * sizes.hidden
@@ -102,7 +97,7 @@ class ModelSession:
             dtype=self._dtype,
             buffers=self._buffers,
         )
-        self._frames: OrderedDict[FrameShape, Frame] = OrderedDict()
+        self._frames: OrderedDict[tuple[bool, FrameShape], Frame] = OrderedDict()
         self._numbers = 0  # of frames whose runs are recorded
         self._bias = np.zeros(0, HOST_TYPES[self._dtype])
         self._outputs: dict[Any, Any] = {}
@@ -141,9 +136,15 @@ class ModelSession:
         A sliding window counts slots of the cache, and of the branches of a tree only one has its tokens in a row.
         """
         kv = self.bundle.manifest.kv
-        if kv.window is not None or "attention_bias" not in self._inputs:
+        allowed = self.trees_exact or (self.may_run_trees and self.tree_bound is not None)
+        if kv.window is not None or not allowed:
             return 0
         return min(MAX_NODES, self.positions - length - self.spare)
+
+    @property
+    def may_run_trees(self) -> bool:
+        """Whether there is a graph for trees alone, and room for it."""
+        return self._open_trees is not None and not self.trees_exact
 
     @property
     def spare(self) -> int:
@@ -163,6 +164,7 @@ class ModelSession:
             cache=cache,
             device=self.device,
             positions=self.positions,
+            open_trees=self._open_trees,
         )
 
     def rewind_to(self, length: int) -> None:
@@ -184,7 +186,7 @@ class ModelSession:
         self._outputs.clear()
         self._last = self._planted = None
         self.cache.close()
-        self._onnx_session = None
+        self._onnx_session = self._open_trees = None
 
     def note_rest(self, seconds: float) -> None:
         """A round took so long after its run."""
@@ -223,7 +225,7 @@ class ModelSession:
         longest = max(map(len, tokens))
         if self.width_rule.pinned and longest > self.width_rule.multiple:
             return self._run_pieces(tokens, rows)
-        frame = self._frame(longest, rows)
+        frame, session = self._frame(longest, rows, trees=parents is not None and not self.trees_exact)
         lengths = self.cache.lengths
         frame.fill(tokens, lengths, rows)
         if self._planted is not None:  # the frames share the bias
@@ -235,7 +237,7 @@ class ModelSession:
         self._joined = None
         start = time.perf_counter()
         try:
-            frame.run(self._onnx_session)
+            frame.run(session)
         except Exception as error:  # onnxruntime raises classes of its own without a common base
             name = self.bundle.manifest.name
             raise BackendError(f"ONNX Runtime failed while running {name}: {first_line(error)}") from error
@@ -275,7 +277,8 @@ class ModelSession:
         self._last = self._last[0], len(tokens[0])
         return joined
 
-    def _frame(self, longest: int, rows: int) -> Frame:
+    def _frame(self, longest: int, rows: int, *, trees: bool) -> tuple[Frame, Any]:
+        """A frame for such a run, and the session that it is bound to; trees: that of the graph for trees alone."""
         positions, pad, rows = self._padded(longest, rows)
         needed = max(self.cache.lengths) + positions + pad
         if needed > self.positions:
@@ -285,14 +288,15 @@ class ModelSession:
             )
         self.reserve(needed)
         shape = FrameShape(self.cache.batch, positions, pad, rows, self.cache.capacity)
-        frame = self._frames.get(shape)
+        session = self._open_trees() if trees and self._open_trees is not None else self._onnx_session
+        frame = self._frames.get((trees, shape))
         if frame is None:
-            frame = self._frames[shape] = self._bind(shape)
+            frame = self._frames[trees, shape] = self._bind(shape, session, trees)
             if len(self._frames) > MAX_FRAMES:
                 self._frames.popitem(last=False)
         else:
-            self._frames.move_to_end(shape)
-        return frame
+            self._frames.move_to_end((trees, shape))
+        return frame, session
 
     def _padded(self, longest: int, rows: int) -> tuple[int, int, int]:
         """(positions, dummy rows of the attention, logit rows) to run for `longest` new tokens."""
@@ -312,9 +316,10 @@ class ModelSession:
         # leave a lone one in the last block. With a dummy row behind it no real row is ever alone.
         return positions, int(positions == 1 or positions > WIDEST_BARE), rows
 
-    def _bind(self, shape: FrameShape) -> Frame:
+    def _bind(self, shape: FrameShape, session: Any, trees: bool) -> Frame:
+        wanted_inputs = frozenset(value.name for value in session.get_inputs()) if trees else self._inputs
         bias = None
-        if "attention_bias" in self._inputs:
+        if "attention_bias" in wanted_inputs:
             attended = shape.positions + shape.pad
             wanted = attended * shape.capacity
             if self._bias.size < wanted:
@@ -327,7 +332,7 @@ class ModelSession:
         self._numbers += recorded
         number = self._numbers if recorded else -1
         frame = Frame(self._buffers, shape, self._qkv_width, bias, logits, features, dtype=self._dtype, number=number)
-        frame.bind(self._onnx_session, self._inputs, self.cache.values, self._output_names)
+        frame.bind(session, wanted_inputs, self.cache.values, self._output_names)
         return frame
 
 
@@ -339,40 +344,6 @@ def choose_graph(bundle: Bundle) -> GraphSpec:
         if name in graphs and features.issuperset(graphs[name].requires):
             return graphs[name]
     raise BackendError(f"No graph of {bundle.manifest.name} runs on this ONNX Runtime: update it to 1.32 or newer.")
-
-
-def check_graph(bundle: Bundle, onnx_session: Any) -> list[str]:
-    """The names of the graph's outputs, logits first, after a look whether it is the graph that the manifest describes.
-
-    Raises ManifestError naming the first input or output that is missing or has another shape.
-    """
-    sizes = bundle.manifest.sizes
-    cache = (None, sizes.kv_heads, None, sizes.head_dim)
-    parts = [f"{part}.{layer}" for layer in range(sizes.layers) for part in ("key", "value")]
-    inputs: dict[str, tuple[int | None, ...]] = {
-        **{f"past_{part}": cache for part in parts},
-    }
-    outputs: dict[str, tuple[int | None, ...]] = {"logits": (None, None, sizes.vocabulary)}
-    if bundle.manifest.features is not None:
-        outputs["features"] = (None, None, len(bundle.manifest.features.taps) * sizes.hidden)
-    outputs |= {f"present_{part}": cache for part in parts}
-    for wanted, found in ((inputs, onnx_session.get_inputs()), (outputs, onnx_session.get_outputs())):
-        shapes = {value.name: value.shape for value in found}
-        if "pad_rows" in shapes:  # graphs for the CPU have it
-            wanted = {"pad_rows": (None, None, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim)} | wanted
-        extra = [name for name in shapes if name.startswith(("past_", "present_")) and name not in wanted]
-        for name in (*wanted, *extra):
-            if not _fits(wanted.get(name), shapes.get(name)):
-                model = bundle.manifest.name
-                raise ManifestError(f"The manifest of {model} does not describe its graph ({name}): export it again.")
-    return [*outputs]
-
-
-def _fits(wanted: Sequence[int | None] | None, found: Sequence[int | str] | None) -> bool:
-    """Whether both are there and of one rank, and every size that is wanted (not None) is the one found."""
-    if wanted is None or found is None or len(wanted) != len(found):
-        return False
-    return all(size is None or size == other for size, other in zip(wanted, found, strict=True))
 
 
 def session_opener(
@@ -394,6 +365,29 @@ def session_opener(
     require_memory(device, bundle.manifest.name, bundle.weights_bytes, needed, mend)
     path = bundle.path / choose_graph(bundle).file
     onnx_session = create_session(path, threads=threads, device=device, shared_cpu=shared_cpu, recorded=True)
-    return lambda batch, rule: ModelSession(
-        bundle, onnx_session, width_rule=rule, batch=batch, device=device, positions=positions
-    )
+    open_trees = _tree_opener(bundle, threads, device)
+
+    def opened(batch: int, rule: WidthRule) -> ModelSession:
+        return ModelSession(
+            bundle,
+            onnx_session,
+            width_rule=rule,
+            batch=batch,
+            device=device,
+            positions=positions,
+            open_trees=open_trees,
+        )
+
+    return opened
+
+
+def _tree_opener(bundle: Bundle, threads: int, device: Device) -> Callable[[], Any] | None:
+    """Loads the graph for token trees when it is first wanted; None where there is none, or no room for it.
+
+    Its session holds the weights a second time.
+    """
+    graph = bundle.manifest.graphs.get(TREES)
+    if graph is None or not build_features().issuperset(graph.requires) or not has_room(device, bundle.weights_bytes):
+        return None
+    path = bundle.path / graph.file
+    return functools.cache(lambda: create_session(path, threads=threads, device=device))

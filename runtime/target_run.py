@@ -54,6 +54,11 @@ class TargetRow(Protocol):
         """Features f32 [n, taps x hidden] of the tokens of the last run."""
         ...
 
+    @property
+    def trees_exact(self) -> bool:
+        """Whether in a run of a tree the main branch has a chain's bits; if not, none of its rows has."""
+        ...
+
     def tree_room(self, length: int) -> int:
         """The most nodes that a token tree may have behind `length` tokens; 0: only a chain can be run."""
         ...
