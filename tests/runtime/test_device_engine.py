@@ -139,6 +139,62 @@ def test_graphs_without_a_bias_run_chains_only(models: TinyModels) -> None:
     assert "attention_bias" not in {value.name for value in session._onnx_session.get_inputs()}
 
 
+@pytest.mark.parametrize("method", ["lookahead", "eagle", "medusa"])
+def test_trees_run_in_a_graph_of_their_own_and_change_no_text(
+    models: TinyModels, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows are inexact, so what they decide must win by the measured margin, or is decided anew by a chain."""
+    engine = models.engine("heads-cuda", device=DEVICE)
+    bound = engine.calibration.tree_bound
+    assert bound is not None
+    assert engine.margin == max(1e-3, 8 * bound)
+    trees: list[tuple[int, ...]] = []
+    run = ModelSession.run_batch
+
+    def counted(self: ModelSession, tokens: Any, *, rows: int, parents: Any = None) -> Any:
+        if parents is not None:
+            trees.append(tuple(parents))
+        return run(self, tokens, rows=rows, parents=parents)
+
+    monkeypatch.setattr(ModelSession, "run_batch", counted)
+    for how in ({}, {"temperature": 0.9, "seed": 4}):
+        for prompt in PROMPTS:
+            wanted = engine.generate(prompt, max_tokens=40, raw=True, method="none", **how)
+            got = engine.generate(prompt, max_tokens=40, raw=True, method=method, **how)
+            assert got.token_ids == wanted.token_ids
+    if method == "lookahead":
+        assert len(trees) > 20
+    filtered = {"temperature": 0.9, "seed": 4, "top_k": 9}  # for which no margin is known: chains only
+    trees.clear()
+    wanted = engine.generate(PROMPT, max_tokens=24, raw=True, method="none", **filtered)
+    assert engine.generate(PROMPT, max_tokens=24, raw=True, method=method, **filtered).token_ids == wanted.token_ids
+    assert not trees
+
+
+def test_a_choice_that_wins_by_too_little_is_made_anew(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees that are off by up to the margin's half: with the margin the text stays, without it it would not."""
+    engine = models.engine("heads-cuda", device=DEVICE)
+    wanted = engine.generate(PROMPT, max_tokens=60, raw=True, method="none").token_ids
+    run = ModelSession.run_batch
+    noise = np.random.default_rng(3)
+
+    def rough(self: ModelSession, tokens: Any, *, rows: int, parents: Any = None) -> Any:
+        logits = run(self, tokens, rows=rows, parents=parents)
+        if parents is None:
+            return logits
+        return [np.array(row) + noise.uniform(-0.2, 0.2, (rows, 288)).astype(np.float32) for row in logits]
+
+    monkeypatch.setattr(ModelSession, "run_batch", rough)
+
+    def text(bound: float) -> tuple[int, ...]:
+        monkeypatch.setattr(engine.target, "tree_bound", bound)
+        engine.reset()
+        return engine.generate(PROMPT, max_tokens=60, raw=True, method="lookahead").token_ids
+
+    assert text(0.05) == wanted  # a margin of 0.4
+    assert any(text(0.0) != wanted for _ in range(5))
+
+
 class Pinned(ModelSession):
     """A session whose bits depend on the width of a run, as on a device that takes other kernels for each."""
 
@@ -201,7 +257,7 @@ def test_a_pinned_width_splits_what_is_longer(models: TinyModels, width: int) ->
     wanted = np.array(open_session(1, WidthRule(2)).run(tokens, rows=3))
     pinned = open_session(1, WidthRule(width, pinned=True))
     assert np.array_equal(np.array(pinned.run(tokens, rows=3)), wanted)
-    assert {frame.positions for frame in pinned._frames} == {width}
+    assert {frame.positions for frame in pinned._frames.values()} == {width}
     pinned.rewind_to(40)
     assert np.array_equal(np.array(pinned.run(tokens[40:], rows=20))[-3:], wanted)
     batch = open_session(2, WidthRule(width, pinned=True))
