@@ -169,10 +169,7 @@ def verify_command(name: str | None, as_json: bool) -> None:
 
 
 def _verified(bundle: Bundle | RewardBundle, progress: ProgressLine) -> dict[str, Any]:
-    if isinstance(bundle, RewardBundle):
-        problems = verify_reward(bundle, progress)
-    else:
-        problems = verify_bundle(bundle, progress)
+    problems = verify_reward(bundle, progress) if isinstance(bundle, RewardBundle) else verify_bundle(bundle, progress)
     return {
         "name": bundle.manifest.name,
         "path": str(bundle.path),
