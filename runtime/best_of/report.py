@@ -101,7 +101,7 @@ class Report:
 
 
 def report(questions: Sequence[Labelled], counts: Sequence[int] = COUNTS) -> Report:
-    """Put labelled samples together. Counts above the number of samples are left out.
+    """Put labelled samples together. Counts above the number of samples are left out, and that number itself is added.
 
     Raises UsageError where there is no question, or not the same number of samples for each.
     """
@@ -113,7 +113,7 @@ def report(questions: Sequence[Labelled], counts: Sequence[int] = COUNTS) -> Rep
     (total,) = sizes
     p = math.fsum(sum(question.right) / total for question in questions) / len(questions)
     rows = []
-    for n in sorted({count for count in counts if 1 <= count <= total}):
+    for n in sorted({total, *(count for count in counts if 1 <= count < total)}):
         bound = cost_model.coverage_bound(p, n)
         reached = _mean([cost_model.pass_at_k(total, sum(question.right), n) for question in questions])
         rows.append(

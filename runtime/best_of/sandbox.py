@@ -125,7 +125,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class UnitTests:
     """Unit tests, taken apart (`read_tests`).
 
     kind: "check": a function check(candidate), all or nothing; "functions": test_* functions and methods of TestCases;
@@ -140,7 +140,7 @@ class Tests:
     entry_point: str | None = None
 
 
-def read_tests(source: str, entry_point: str | None = None, *, name: str = "The tests") -> Tests:
+def read_tests(source: str, entry_point: str | None = None, *, name: str = "The tests") -> UnitTests:
     """Take Python tests apart, without running them.
 
     entry_point: the function of the answer that a check(candidate) is called with. Raises UsageError for a source that
@@ -152,14 +152,14 @@ def read_tests(source: str, entry_point: str | None = None, *, name: str = "The 
         raise UsageError(f"{name} are not valid Python ({error}): mend them.") from None
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     if any(node.name == "check" for node in functions) and entry_point is not None:
-        return Tests("check", (source,), (None,), 1, entry_point)
+        return UnitTests("check", (source,), (None,), 1, entry_point)
     found: list[Any] = [node.name for node in functions if node.name.startswith("test")]
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in node.bases):
             methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
             found += [[node.name, method] for method in methods if method.startswith("test")]
     if found:
-        return Tests("functions", (source,), tuple(found), len(found), entry_point)
+        return UnitTests("functions", (source,), tuple(found), len(found), entry_point)
     steps, numbers, total = [], [], 0
     for statement in tree.body:
         steps.append(ast.unparse(statement))
@@ -170,10 +170,10 @@ def read_tests(source: str, entry_point: str | None = None, *, name: str = "The 
             f"{name} hold no test: write test_ functions, a unittest.TestCase, assert statements, or check(candidate) "
             "with an entry point."
         )
-    return Tests("asserts", tuple(steps), tuple(numbers), total, entry_point)
+    return UnitTests("asserts", tuple(steps), tuple(numbers), total, entry_point)
 
 
-def run_in_sandbox(solution: str, tests: Tests, limits: Limits | None = None, *, walls: bool = True) -> Outcome:
+def run_in_sandbox(solution: str, tests: UnitTests, limits: Limits | None = None, *, walls: bool = True) -> Outcome:
     """Run `tests` against the Python source `solution` in a sandbox (see the module) and say how many pass.
 
     walls: try namespaces. A test that the clock or a limit cuts off fails, and so do those after it. Raises UsageError
