@@ -19,6 +19,7 @@ from specrun.models_cache import (
     cache_root,
     find_bundle,
     find_model,
+    load_model,
     models_dir,
     remove_bundle,
     remove_speculator,
@@ -151,7 +152,7 @@ def verify_command(name: str | None, as_json: bool) -> None:
             rows.append(_verified(find_model(name, check=False), progress))
         for entry in scan_bundles() if name is None else ():
             try:
-                rows.append(_verified(find_model(entry.path, check=False), progress))
+                rows.append(_verified(load_model(entry.path, check=False), progress))
             except ManifestError as error:
                 problems = [{"file": None, "problem": str(error)}]
                 rows.append({"name": entry.name, "path": str(entry.path), "ok": False, "problems": problems})

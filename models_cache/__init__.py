@@ -55,7 +55,7 @@ from specrun.models_cache.manifest import (
     manifest_to_json,
 )
 from specrun.models_cache.progress import Progress, no_progress
-from specrun.models_cache.reward import RewardBundle, RewardManifest, find_model, find_reward, verify_reward
+from specrun.models_cache.reward import RewardBundle, RewardManifest, find_model, find_reward, load_model, verify_reward
 from specrun.models_cache.sources import REGISTRY, FetchedSource, RegistryRow, fetch_source
 from specrun.models_cache.speculator import (
     InstalledSpeculator,
@@ -124,6 +124,7 @@ __all__ = [
     "list_bundles",
     "load_bundle",
     "load_manifest",
+    "load_model",
     "manifest_to_json",
     "models_dir",
     "new_bundle",

@@ -15,7 +15,7 @@ from typing import Final
 
 from specrun.models_cache.errors import IntegrityError, ManifestError, OtherKindError, UsageError
 from specrun.models_cache.integrity import Problem, check_sizes, verify_files
-from specrun.models_cache.layout import Bundle, check_bundle_name, find_bundle, find_folder, models_dir
+from specrun.models_cache.layout import Bundle, check_bundle_name, find_folder, load_bundle, models_dir
 from specrun.models_cache.manifest import (
     MANIFEST_NAME,
     MAX_SIZE,
@@ -182,11 +182,16 @@ def find_reward(name_or_path: str | Path, *, root: Path | None = None, check: bo
 
 
 def find_model(name_or_path: str | Path, *, root: Path | None = None, check: bool = True) -> Bundle | RewardBundle:
-    """Find a model of either kind. Raises as `find_bundle` does."""
+    """Find a model of either kind. Raises as `find_bundle` does, but never OtherKindError."""
+    return load_model(find_folder(name_or_path, root=root), check=check)
+
+
+def load_model(path: Path, *, check: bool = True) -> Bundle | RewardBundle:
+    """Load the model in a folder, of either kind. Raises as `load_bundle` does, but never OtherKindError."""
     try:
-        return find_bundle(name_or_path, root=root, check=check)
+        return load_bundle(path, check=check)
     except OtherKindError:
-        return find_reward(name_or_path, root=root, check=check)
+        return load_reward(path, check=check)
 
 
 def verify_reward(bundle: RewardBundle, progress: Progress = no_progress) -> list[Problem]:

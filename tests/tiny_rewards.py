@@ -1,4 +1,7 @@
-"""Tiny sequence-classification models in the transformers layout, for tests of reward models. They need torch."""
+"""Tiny reward models: bundles with a graph made by hand, and classifiers in the transformers layout, which need torch.
+
+The graph by hand adds up what a table [vocabulary, labels] says of each token, so every reward is known.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,96 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from specrun.models_cache.manifest import GraphSpec, SourceInfo, SpecialIds, TensorSpec
+from specrun.models_cache.reward import RewardBundle, RewardManifest, reward_or_build
+
 from .conftest import TINY_TOKENS, tiny_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
+
+
+def reward_table(labels: int = 1, *, seed: int = 0) -> np.ndarray:
+    """What each token adds to each logit, f32 [vocabulary, labels]."""
+    return np.random.default_rng(seed).standard_normal((TINY_TOKENS, labels)).astype(np.float32)
+
+
+def handmade_reward(
+    table: np.ndarray,
+    *,
+    name: str = "judge",
+    label: int = 0,
+    context: int = 64,
+    pad: int | None = 299,
+    template: str | None = TEMPLATE,
+    types: bool = False,
+    output: Path | None = None,
+    force: bool = False,
+) -> RewardBundle:
+    """A reward model that adds up table[token] over the tokens; with `types`, each token type adds 1 as well."""
+
+    def build(folder: Path) -> RewardManifest:
+        inputs = ["input_ids", "attention_mask", *(["token_type_ids"] if types else [])]
+        _write_graph(folder / "model.onnx", table, inputs)
+        (folder / "tokenizer.json").write_text(tiny_tokenizer(), encoding="utf-8")
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        shape = ("batch", "positions")
+        specs = tuple(TensorSpec(entry, "int64", shape) for entry in inputs)
+        logits = TensorSpec("logits", "float32", ("batch", table.shape[1]))
+        return RewardManifest(
+            name=name,
+            family="handmade",
+            graphs={"reward": GraphSpec("model.onnx", (), (), None, specs, (logits,))},
+            labels=tuple(f"LABEL_{index}" for index in range(table.shape[1])),
+            label=label,
+            vocabulary=TINY_TOKENS,
+            tokens=TINY_TOKENS,
+            context=context,
+            pad=pad,
+            special_ids=SpecialIds(bos=None, eos=(257,), pad=pad, add_bos=False),
+            source=SourceInfo(name, "path", {}, None),
+            error=0.0,
+        )
+
+    return reward_or_build(name, build, output=output, force=force)
+
+
+def _write_graph(path: Path, table: np.ndarray, inputs: Sequence[str]) -> None:
+    from onnx import TensorProto, checker, helper, numpy_helper, save
+
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["rows"]),
+        helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
+    ]
+    rows = "rows"
+    if "token_type_ids" in inputs:
+        nodes += [
+            helper.make_node("Cast", ["token_type_ids"], ["types"], to=TensorProto.FLOAT),
+            helper.make_node("Unsqueeze", ["types", "last"], ["type_column"]),
+            helper.make_node("Add", ["rows", "type_column"], ["typed"]),
+        ]
+        rows = "typed"
+    nodes += [
+        helper.make_node("Mul", [rows, "column"], ["seen"]),
+        helper.make_node("ReduceSum", ["seen", "positions_axis"], ["logits"], keepdims=0),
+    ]
+    constants = {"table": table, "last": np.array([2], np.int64), "positions_axis": np.array([1], np.int64)}
+    graph = helper.make_graph(
+        nodes,
+        "reward",
+        [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "positions"]) for name in inputs],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", table.shape[1]])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    checker.check_model(model)
+    save(model, path)
 
 
 def tiny_classifier(
