@@ -14,6 +14,8 @@ import numpy as np
 
 from specrun.models_cache.manifest import GraphSpec, SourceInfo, SpecialIds, TensorSpec
 from specrun.models_cache.reward import RewardBundle, RewardManifest, reward_or_build
+from specrun.runtime.chat_template import ChatTemplate
+from specrun.runtime.tokenizer import Tokenizer
 
 from .conftest import TINY_TOKENS, tiny_tokenizer
 
@@ -21,6 +23,13 @@ TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
+
+
+def chat_ids(prompt: str, text: str) -> list[int]:
+    """What a reward model with `TEMPLATE` reads."""
+    tokenizer = Tokenizer(tiny_tokenizer(), SpecialIds(None, (257,), 299, False), 300, TEMPLATE)
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+    return ChatTemplate(tokenizer).encode_chat(messages, add_generation_prompt=False)
 
 
 def reward_table(labels: int = 1, *, seed: int = 0) -> np.ndarray:

@@ -17,7 +17,7 @@ from specrun.runtime.best_of import Candidate
 from specrun.runtime.best_of.reward import RewardScore
 
 from ..conftest import Run
-from ..tiny_rewards import TEMPLATE, source_logits, tiny_classifier, write_classifier
+from ..tiny_rewards import TEMPLATE, chat_ids, source_logits, tiny_classifier, write_classifier
 
 pytestmark = pytest.mark.optimum
 
@@ -91,8 +91,6 @@ def train(model: Any, score_ids: Any, steps: int) -> None:
 
 def test_one_trained_on_a_toy_preference_picks_right(run: Run, tmp_path: Path) -> None:
     """Through the command line: export --task reward, then the best of four answers in unseen cases."""
-    from ..runtime.best_of.test_reward import chat_ids
-
     model = tiny_classifier()
     train(model, chat_ids, 60)
     source = write_classifier(tmp_path / "Polite", model)

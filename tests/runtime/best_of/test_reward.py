@@ -18,23 +18,14 @@ from specrun.models_cache.errors import (
     ScoreError,
     UsageError,
 )
-from specrun.models_cache.manifest import SpecialIds
 from specrun.models_cache.reward import RewardBundle, load_reward
 from specrun.runtime.best_of.reward import RewardScore
-from specrun.runtime.chat_template import ChatTemplate
-from specrun.runtime.tokenizer import Tokenizer
 
 from ...conftest import tiny_tokenizer
-from ...tiny_rewards import TEMPLATE, handmade_reward, reward_table
+from ...tiny_rewards import TEMPLATE, chat_ids, handmade_reward, reward_table
 from .candidate_rows import candidates
 
 PAIRS = [("hello", "the answer"), ("hi there", "x"), ("hello", "an answer\nthat is longer than the others"), ("", "")]
-
-
-def chat_ids(prompt: str, text: str) -> list[int]:
-    tokenizer = Tokenizer(tiny_tokenizer(), SpecialIds(None, (257,), 299, False), 300, TEMPLATE)
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-    return ChatTemplate(tokenizer).encode_chat(messages, add_generation_prompt=False)
 
 
 def sums(table: np.ndarray, pairs: list[tuple[str, str]]) -> np.ndarray:
