@@ -3,14 +3,16 @@
 What it is for: code that fails in ordinary ways (loops, eats memory, floods its output, forks, deletes files, ends
 itself) and answers that cheat in simple ones (an exit before the tests, other built-in functions). What holds:
 
-- everywhere: a process group and session of its own, an empty environment, no stdin, no output, Python's isolated mode,
-  limits on CPU time, memory, file size, open files and processes, and a clock that ends the whole group;
+- everywhere: a process group and session of its own, an environment of three settings, no stdin, no output, Python's
+  isolated mode, limits on CPU time, memory (not on macOS), file size, open files and processes, and a clock that ends
+  the group;
 - on Linux, where the system allows namespaces (`Outcome.walled`): no network, no sight of other processes and no way to
-  signal them, every file read-only but for a small folder in memory, and nothing that outlives the run;
+  signal them, every file read-only but for a small /tmp in memory, an empty /run, and nothing that outlives the run;
 - run by root: it becomes the user nobody first.
 
-What does not: the kernel is the same one, files that the user can read can be read, and without namespaces the code can
-do to the user's files and processes what the user can. It is one Python process with its tests, so code that sets out
+What does not: the kernel is the same one, files that the user can read can be read, services that listen on a socket in
+the user's folders can be reached, and without namespaces the code can do to the user's files and processes what the
+user can. It is one Python process with its tests, so code that sets out
 to search Python's memory for the token that the reports carry can claim to have passed. Memory is bounded for each
 process, not for all of them together.
 """
@@ -36,6 +38,8 @@ from specrun.runtime.best_of import sandbox_program, sandbox_walls
 from specrun.runtime.best_of.answers import python_program
 
 _MOST_REPORT: Final = 1 << 18
+# Of a machine with many cores, libraries would start more threads than there may be processes.
+_ENVIRONMENT: Final = {"LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _PARTS: Final = "from __future__ import annotations\n"
 
 _START: Final = """
@@ -44,6 +48,7 @@ def _main():
     given, results = int(sys.argv[1]), int(sys.argv[2])
     with os.fdopen(given, "rb") as file:
         spec = json.loads(file.read())
+    die_with_parent()
     user = os.getuid()
     others = count_processes(user or NOBODY)
     walled = close_off(spec["limits"]["DISK"]) if spec.pop("walls") else False
@@ -52,6 +57,7 @@ def _main():
         if walled:
             hide_processes()
         drop_rights()
+        die_with_parent()
         limits = spec.pop("limits")
         if not (walled and user):  # a user namespace counts its own
             limits["NPROC"] += others
@@ -61,6 +67,7 @@ def _main():
         os.write(results, token + (b" 'walled'\\n" if walled else b" 'open'\\n"))
         inner = os.fork()
         if inner == 0:
+            die_with_parent()
             run_tests(spec, results)
         os.close(results)
         os.waitpid(inner, 0)
@@ -222,7 +229,7 @@ def _run(spec: bytes, folder: str, seconds: float) -> tuple[bytes, bool]:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={"LC_ALL": "C.UTF-8"},
+                    env=_ENVIRONMENT,
                     cwd=folder,
                     pass_fds=(given.fileno(), write_end),
                     start_new_session=True,

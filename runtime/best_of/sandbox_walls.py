@@ -27,7 +27,8 @@ class _MountAttributes(ctypes.Structure):
 
 def close_off(disk_bytes: int) -> bool:
     """Move this process, and the children that it forks from now on, out of the network and into a file system that
-    is read-only but for the current folder, which becomes an empty one in memory.
+    is read-only but for /tmp, an empty one in memory, which becomes the current folder. /run, where sockets of the
+    user's services lie, is empty as well.
 
     False where the system does not let it; then nothing has changed.
     """
@@ -48,7 +49,6 @@ def close_off(disk_bytes: int) -> bool:
 
 
 def _move(libc: Any, spaces: int, user: int, group: int, disk_bytes: int) -> bool:
-    folder = os.getcwd()
     if libc.unshare(spaces) != 0:
         return False
     if spaces & _NEWUSER:
@@ -60,31 +60,31 @@ def _move(libc: Any, spaces: int, user: int, group: int, disk_bytes: int) -> boo
             return False
     read_only = _MountAttributes(1 | _NOSUID, 0, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(read_only))
+    flags = ctypes.c_ulong(_NOSUID | _NODEV)
     done: bool = (
         libc.mount(None, b"/", None, ctypes.c_ulong(_REC | _PRIVATE), None) == 0
         and libc.syscall(_MOUNT_SETATTR, -100, b"/", 0x8000, ctypes.byref(read_only), size) == 0
-        and libc.mount(
-            b"tmpfs",
-            os.fsencode(folder),
-            b"tmpfs",
-            ctypes.c_ulong(_NOSUID | _NODEV),
-            f"size={disk_bytes},nr_inodes=4096,mode=0777".encode(),
-        )
-        == 0
+        and libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, f"size={disk_bytes},nr_inodes=4096,mode=0777".encode()) == 0
+        and (not os.path.isdir("/run") or libc.mount(b"tmpfs", b"/run", b"tmpfs", flags, b"size=4096,mode=0555") == 0)
     )
     if done:
-        os.chdir(folder)
+        os.chdir("/tmp")
     return done
 
 
 def hide_processes() -> None:
-    """In the first child after `close_off`: show only its own processes in /proc, and end with the parent.
+    """In the first child after `close_off`: show only its own processes in /proc.
 
     Where /proc cannot be mounted it keeps showing the others, which this process can neither signal nor trace.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PDEATHSIG, ctypes.c_ulong(_SIGKILL), 0, 0, 0)
     libc.mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(_NOSUID | _NODEV | _NOEXEC), None)
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends, on Linux. A change of user forgets it, and so does a fork."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PDEATHSIG, ctypes.c_ulong(_SIGKILL), 0, 0, 0)
 
 
 def drop_rights() -> None:
@@ -117,12 +117,15 @@ def _mapped() -> bool:
 
 
 def set_limits(limits: Mapping[str, int]) -> None:
-    """Set resource limits by name ("CPU": seconds, "AS": bytes, ...), soft and hard; what is lower already stays."""
+    """Set resource limits by name ("CPU": seconds, "AS": bytes, ...), soft and hard; what is lower already stays.
+
+    macOS takes no limit on memory ("AS").
+    """
     import resource
 
     for name, most in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
-        if kind is None:
+        if kind is None or (name == "AS" and sys.platform == "darwin"):
             continue
         hard = resource.getrlimit(kind)[1]
         if hard != resource.RLIM_INFINITY:
