@@ -149,7 +149,7 @@ def test_nothing_is_written_outside(tmp_path: Path, walls_here: bool) -> None:
         "written = 0\nfor place in places:\n    try:\n        open(place, 'w').write('hit')\n        written += 1\n"
         "    except OSError:\n        continue\n"
         f"try:\n    os.remove({str(victim)!r})\n    written += 1\nexcept OSError:\n    written += 0\n"
-        "import tempfile\nopen('inside', 'w').write('fine')\nopen('/tmp/too', 'w').write('fine')\n"
+        "import tempfile\nopen('inside', 'w').write('fine')\n"
         "tempfile.NamedTemporaryFile('w').write('fine')\n"
         "def f(x):\n    assert written == 0, written\n    assert open('inside').read() == 'fine'\n    return x + 1\n"
     )
