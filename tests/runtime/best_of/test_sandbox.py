@@ -239,6 +239,26 @@ def test_cheats_do_not_pass(cheat: str) -> None:
     assert run(cheat + "def f(x):\n    return 7\n", read_tests(tests, "f")).passed == 0
 
 
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\n",
+        "import unittest\nunittest.TestCase.run = unittest.TestCase.__call__ = lambda self, found: found\n",
+        "import unittest\nunittest.TestResult.wasSuccessful = lambda self: True\n",
+        "import sys, types\nfake = types.ModuleType('unittest')\n"
+        "class TestCase:\n    def __init__(self, name): pass\n"
+        "    def run(self, found): found.testsRun = 1\n"
+        "fake.TestCase = TestCase\nsys.modules['unittest'] = fake\n",
+    ],
+)
+def test_cheats_with_unittest_do_not_pass(cheat: str) -> None:
+    tests = (
+        "import unittest\nclass FTest(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(f(1), 2)\n"
+    )
+    assert run(cheat + "def f(x):\n    return 7\n", read_tests(tests)).passed == 0
+    assert run(cheat + GOOD, read_tests(tests)).passed == 1
+
+
 def test_a_flood_of_reports_is_cut() -> None:
     solution = (
         "import os\nfor fd in range(3, 64):\n    try:\n"
