@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specrun.models_cache.errors import BackendError, SpecrunError, UsageError
-from specrun.runtime.batch_costs import BatchCosts
-from specrun.runtime.batch_row import batch_method
-from specrun.runtime.batch_size import choose_batch_size, memory_for_rows
-from specrun.runtime.batch_stats import BatchStats
+from specrun.runtime.batching.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_row import batch_method
+from specrun.runtime.batching.batch_size import choose_batch_size, memory_for_rows
+from specrun.runtime.batching.batch_stats import BatchStats
+from specrun.runtime.batching.scheduler import Finished, Incoming, Scheduler
 from specrun.runtime.engine import Engine, Prompt
 from specrun.runtime.request import request_options
 from specrun.runtime.result import Result
 from specrun.runtime.running import RESERVED_TOKENS, Running
-from specrun.runtime.scheduler import Finished, Incoming, Scheduler
 from specrun.runtime.stream import Stream
 
 __all__ = ["BatchAnswer", "BatchEngine", "BatchRequest", "BatchStats"]

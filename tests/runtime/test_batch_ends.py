@@ -11,10 +11,10 @@ import pytest
 
 from specrun.models_cache.errors import BackendError, ContextLengthError, SpecrunError, UsageError
 from specrun.runtime import BatchEngine, BatchRequest, Engine, Result
-from specrun.runtime.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_costs import BatchCosts
+from specrun.runtime.batching.scheduler import Scheduler
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.kv_cache import KVCache
-from specrun.runtime.scheduler import Scheduler
 from specrun.runtime.session import ModelSession
 
 from .checks import same_output, text_of

@@ -12,14 +12,14 @@ import time
 from collections.abc import Generator, Iterator
 
 from specrun.models_cache.errors import BackendError, SpecrunError
-from specrun.runtime.batch_costs import BatchCosts
-from specrun.runtime.batch_row import BatchRow
-from specrun.runtime.batch_stats import BatchStats
+from specrun.runtime.batching.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_row import BatchRow
+from specrun.runtime.batching.batch_stats import BatchStats
+from specrun.runtime.batching.joint_width import joint_width
+from specrun.runtime.batching.row_pool import RowPool
 from specrun.runtime.draft_length import MAX_DRAFT_LENGTH
 from specrun.runtime.engine import Engine
-from specrun.runtime.joint_width import joint_width
 from specrun.runtime.result import Result
-from specrun.runtime.row_pool import RowPool
 from specrun.runtime.running import Running
 from specrun.runtime.target_run import RunAnswer
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specrun.models_cache.errors import UsageError
+from specrun.runtime.batching.row_pool import PoolRow, RowPool
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import Request
-from specrun.runtime.row_pool import PoolRow, RowPool
 from specrun.runtime.running import Piece, Running
 from specrun.runtime.target_run import RunAnswer, RunRequest, resume
 
