@@ -105,7 +105,7 @@ def batch(
       cat questions.jsonl | specrun batch - - | jq -r .response.body.text
     """
     from specrun.models_cache.errors import UsageError
-    from specrun.runtime.batch_row import rows_for
+    from specrun.runtime.batching.batch_row import rows_for
     from specrun.runtime.jobs import JobSettings
     from specrun.runtime.request import request_options
 

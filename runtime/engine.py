@@ -31,7 +31,8 @@ from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.predicted_text import PredictedText
-from specrun.runtime.proposal import Proposer
+from specrun.runtime.proposal import Proposer, TakesLogits
+from specrun.runtime.proposers.within_grammar import WithinGrammar
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
 from specrun.runtime.round_costs import RoundCosts
@@ -357,7 +358,10 @@ class Engine:
 
     def proposer(self, request: Request, chooser: Chooser) -> Proposer | None:
         """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
-        return self.drafting.proposer(request, chooser, self._costs, self.prediction(request))
+        proposer = self.drafting.proposer(request, chooser, self._costs, self.prediction(request))
+        if proposer is None or request.constraint is None or isinstance(proposer, TakesLogits):
+            return proposer
+        return WithinGrammar(proposer, chooser)
 
     def prediction(self, request: Request) -> PredictedText | None:
         """The text that a request says is likely to come, for methods that copy."""

@@ -26,11 +26,18 @@ class Lift:
     """By how much asking a head raises the expected tokens a second, by how sure n-grams are of their next token.
 
     first: as `values` of an earlier one, to begin with; what is far from 1 there was chance more often than not.
+    memory: weight of what was seen before, at each round.
     """
 
-    def __init__(self, first: Sequence[float] = ()) -> None:
+    def __init__(self, first: Sequence[float] = (), *, memory: float = _MEMORY) -> None:
+        self._memory = memory
         known = first if len(first) == len(_FIRST_LIFTS) else _FIRST_LIFTS
         self._lifts = [min(max(lift, _LEAST_FIRST), _MOST_FIRST) for lift in known]
+
+    @classmethod
+    def expected(cls, lift: float, *, memory: float) -> Lift:
+        """One that begins with the same lift however sure n-grams are."""
+        return cls([lift] * len(_FIRST_LIFTS), memory=memory)
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -46,7 +53,7 @@ class Lift:
     def note(self, chance: float, lift: float) -> None:
         """The head was asked: rate with it / rate without."""
         place = _place(chance)
-        self._lifts[place] = _MEMORY * self._lifts[place] + (1.0 - _MEMORY) * lift
+        self._lifts[place] = self._memory * self._lifts[place] + (1.0 - self._memory) * lift
 
 
 def _place(chance: float) -> int:
