@@ -50,8 +50,8 @@ class Scheduler:
         self._newcomer: BatchRow | None = None  # whose prompt is being read
         self._waiting: tuple[int, Running] | None = None  # came, and has no row yet
 
-    def run(self, incoming: Iterator[Incoming]) -> Generator[Finished]:
-        """Answer all requests, in order of completion; they are taken as rows get free."""
+    def run(self, incoming: Iterator[Incoming | None]) -> Generator[Finished]:
+        """Answer all requests, in order of completion; they are taken as rows get free. None: more may come later."""
         try:
             while True:
                 yield from self._fill(incoming)
@@ -65,7 +65,7 @@ class Scheduler:
             self._drafts.close()
             self._pool.close()
 
-    def _fill(self, incoming: Iterator[Incoming]) -> Generator[Finished]:
+    def _fill(self, incoming: Iterator[Incoming | None]) -> Generator[Finished]:
         """Prefill newcomers as far as there is time before the next round; if no row decodes then, all is done."""
         while True:
             if self._newcomer is None:

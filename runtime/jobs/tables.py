@@ -81,6 +81,10 @@ class Table:
                 data = json.dumps({name: value for name, value in row if value is not None}, default=str).encode()
                 yield Line(number, data, len(data))
 
+    def ready(self) -> bool:
+        """It is a file: always."""
+        return True
+
     def _check_columns(self) -> None:
         for name in _columns(self._path):
             if name not in SHORT_FORM:

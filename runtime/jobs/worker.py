@@ -25,9 +25,12 @@ class Answer:
 
 
 class Worker(Protocol):
-    """Computes requests. `answers` reads them as it needs them and gives answers as they are ready."""
+    """Computes requests. `answers` reads them as it needs them and gives answers as they are ready.
 
-    def answers(self, requests: Iterable[LineRequest]) -> Iterator[Answer]: ...
+    None among them: nothing has come yet, go on with what there is. It comes only while answers are waited for.
+    """
+
+    def answers(self, requests: Iterable[LineRequest | None]) -> Iterator[Answer]: ...
 
 
 class EngineWorker:
@@ -39,14 +42,17 @@ class EngineWorker:
         self._engine = engine
         self._batch = BatchEngine(engine, batch_size=batch_size)
 
-    def answers(self, requests: Iterable[LineRequest]) -> Iterator[Answer]:
+    def answers(self, requests: Iterable[LineRequest | None]) -> Iterator[Answer]:
         """The answers in order of completion; closing the iterator stops the work."""
         from specrun.runtime.batch import BatchRequest
 
         listed: dict[int, bool] = {}
 
-        def batch() -> Iterator[BatchRequest]:
+        def batch() -> Iterator[BatchRequest | None]:
             for request in requests:
+                if request is None:
+                    yield None
+                    continue
                 listed[request.number] = request.listed
                 yield BatchRequest(request.number, request.prompt, request.options)
 
