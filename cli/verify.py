@@ -113,7 +113,7 @@ def verify(
         echo_json({"model": name, "ok": failed is None, "exactness": exactness, "cases": rows})
     if failed is not None:
         batch = f" in a batch of {failed.batch}" if failed.batch > 1 else ""
-        k = failed.draft_length or "adaptive"
+        k = str(failed.draft_length or "adaptive")
         note(f"Error: {failed.method} with K {k}{batch} differs: {failed.difference}")
         raise click.exceptions.Exit(1)
     if not as_json:
