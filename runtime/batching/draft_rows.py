@@ -20,6 +20,7 @@ from specrun.runtime.proposers.draft import DraftReader
 from specrun.runtime.request import Request
 from specrun.runtime.session import PREFILL_CHUNK
 
+WIDE: Final = 16
 FEW: Final = 8  # tokens of a row that are read in the run for all rows; more are read in runs of their own
 
 Reading = Callable[[Request, Chooser], tuple[DraftReader, HeadEstimate]]
@@ -63,6 +64,7 @@ class DraftRows:
         self.pool = RowPool(draft.session, rows)
         self.first_cost = StepCosts(draft.calibration.cost)
         self.step_cost = StepCosts(draft.calibration.cost)
+        self._token_cost = draft.calibration.cost(WIDE) / WIDE
         self.depth = MAX_DRAFT_LENGTH
         self._reading = reading
         self._context = draft.session.sizes.context
@@ -102,6 +104,14 @@ class DraftRows:
         """Keep the first `length` tokens of a row."""
         if row.slot is not None and length < self.pool.cache.lengths[row.slot]:
             self.pool.cache.rewind_to(length, row.slot)
+
+    def behind(self, rows: Sequence[RowProposer]) -> float:
+        """Seconds of reading texts, beyond the few tokens that any round reads."""
+        heads = [(row, row.head) for row in rows if isinstance(row.head, DraftRow)]
+        held = [0 if head.slot is None else self.pool.cache.lengths[head.slot] for _, head in heads]
+        return self._token_cost * sum(
+            max(0, len(row.context) - FEW - length) for (row, _), length in zip(heads, held, strict=True)
+        )
 
     def draft(self, rows: Sequence[RowProposer], goes_on: GoesOn) -> None:
         """Read what is new of each text, then draft token by token as long as that is worth it."""

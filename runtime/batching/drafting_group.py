@@ -65,6 +65,10 @@ class DraftingGroup(Protocol):
         """Bytes of its KV buffers."""
         ...
 
+    def behind(self, rows: Sequence[RowProposer]) -> float:
+        """Seconds to catch up with the texts of these rows before it can draft for them."""
+        ...
+
     def draft(self, rows: Sequence[RowProposer], goes_on: GoesOn) -> None:
         """Extend the chains of these rows by the runs that are worth it, at most by each row's `limit`."""
         ...

@@ -21,7 +21,7 @@ from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.proposers.eagle import CHUNK, KEPT_ROWS, WINDOW, EagleCosts
 from specrun.runtime.request import Request
-from specrun.runtime.speculator import PLAIN, Candidates, Choice
+from specrun.runtime.speculator import MAX_BRANCHES, PLAIN, Candidates, Choice
 
 FEW: Final = 16  # slots of a row that are written in the run for all rows; more come in runs of their own
 
@@ -83,6 +83,7 @@ class EagleRows:
         more = costs.level(1)
         self.first_cost = StepCosts(lambda count: costs.append + costs.level(count) - more)
         self.step_cost = StepCosts(costs.level)
+        self._slot_cost = (costs.level(MAX_BRANCHES) - more) / (MAX_BRANCHES - 1)
         self.depth = MAX_DRAFT_LENGTH
         self._forest = forest
         self._columns = columns
@@ -126,6 +127,11 @@ class EagleRows:
         """Up to which position the slots of a row stand for `prompt` too: a slot knows the token behind it as well."""
         alike = shared_prefix(other.text[: other.written + 1], prompt)
         return max(0, min(other.written, alike - 1))
+
+    def behind(self, rows: Sequence[RowProposer]) -> float:
+        """Seconds of writing slots, beyond the few that any round writes."""
+        heads = [(row, row.head) for row in rows if isinstance(row.head, EagleRow)]
+        return self._slot_cost * sum(max(0, len(row.context) - FEW - head.written) for row, head in heads)
 
     def draft(self, rows: Sequence[RowProposer], goes_on: GoesOn) -> None:
         """Write the slots that are new, then level by level as long as that is worth it."""

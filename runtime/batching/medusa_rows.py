@@ -77,6 +77,10 @@ class MedusaRows:
         """The last position's feature comes in any case."""
         return
 
+    def behind(self, rows: Sequence[RowProposer]) -> float:
+        """It keeps nothing of a text."""
+        return 0.0
+
     def draft(self, rows: Sequence[RowProposer], goes_on: GoesOn) -> None:
         """One run gives all depths."""
         ready: list[tuple[RowProposer, MedusaRow, NDArray[np.float32]]] = []

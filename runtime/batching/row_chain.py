@@ -81,9 +81,22 @@ class RowChain:
             below = nodes.merge(last, tokens, sureness, self.estimate, LEAST_VALUE)
             if not below:
                 return False
-            node = max(below, key=nodes.chances.__getitem__)
+            node = max(below, key=self._promise)
         self._path.append(node)
         return True
+
+    def _promise(self, node: int) -> float:
+        """The tokens that a child brings on average, with what is known of those behind it."""
+        behind = self._copy_from(node + 1) if node < self._copied else self.estimate.best_child(self.depth + 1)
+        return self._nodes.chances[node] * (1.0 + behind)
+
+    def _copy_from(self, node: int) -> float:
+        """The tokens that the copy brings from a node of it on, if those before it stand."""
+        expected, reached = 0.0, 1.0
+        for chance in self._nodes.chances[node : self._copied]:
+            reached *= chance
+            expected += reached
+        return expected
 
     @property
     def chances(self) -> tuple[float, ...]:
@@ -92,14 +105,18 @@ class RowChain:
 
     @property
     def proposal(self) -> Proposal:
-        """The path, and behind it what n-grams say where it went their way."""
+        """The path, and behind it what n-grams say where it went their way; or their copy, if that brings more."""
         tokens = tuple(self._nodes.tokens[node] for node in self._whole())
         if not tokens:
             return EMPTY
-        if self._nodes.q:
+        if self.blind and self._path:
             return Proposal(tokens, "sampled", tuple(self._nodes.q))
         return Proposal(tokens, "deterministic")
 
     def _whole(self) -> list[int]:
         last = self._path[-1] if self._path else -1
-        return [*self._path, *(range(last + 1, self._copied) if last < self._copied else ())]
+        if last < self._copied:
+            return [*self._path, *range(last + 1, self._copied)]
+        if not self.blind and sum(self._nodes.values[node] for node in self._path) < self._copy_from(0):
+            return [*range(self._copied)]
+        return self._path

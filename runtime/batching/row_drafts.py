@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specrun.runtime.engine import Engine
 
 _MOST: Final = 3.0  # times what drafting should take: beyond, it was disturbed, or a head read prompts first
+_AHEAD: Final = 64  # rounds that catching up with a text should pay off in
 _LIFT_MEMORY: Final = 0.5  # of what asking brought: over all rows a round tells more than one row's does
 
 Cost = Callable[[int], float]
@@ -103,7 +104,8 @@ class RowDrafts:
         if lift is None:
             expected = self._expected_rate(group, own, rows, cost, most) / without.rate
             lift = self._lifts[base, len(own)] = Lift.expected(expected, memory=_LIFT_MEMORY)
-        if not lift.worth_asking(first) and not forced:
+        least = 1.0 + group.behind(own) / (_AHEAD * without.seconds)
+        if not lift.worth_asking(first, least) and not forced:
             return
         start = time.perf_counter()
         likely = self._spent(group, len(own), 1)

@@ -109,6 +109,21 @@ def count_written(path: Path) -> tuple[int, int]:
     return rows, failed
 
 
+def written_lines(path: Path) -> Iterator[bytes]:
+    """The lines that a table was made of. Raises UsageError if it cannot be read."""
+    with _readable(path):
+        for batch in _batches(path):
+            for row in batch.to_pylist():
+                error = None
+                if row["error_code"]:
+                    error = {"code": row["error_code"], "message": row["error_message"]}
+                response = None
+                if error is None:
+                    response = {"status_code": 200, "request_id": row["id"], "body": json.loads(row["body"])}
+                record = {"id": row["id"], "custom_id": row["custom_id"], "response": response, "error": error}
+                yield json.dumps(record).encode() + b"\n"
+
+
 class TableOutput:
     """Lines kept in a journal until all are there, and then made a table."""
 

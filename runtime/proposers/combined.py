@@ -36,19 +36,24 @@ class Lift:
 
     @classmethod
     def expected(cls, lift: float, *, memory: float) -> Lift:
-        """One that begins with the same lift however sure n-grams are."""
-        return cls([lift] * len(_FIRST_LIFTS), memory=memory)
+        """One that begins with a lift that costs and chances promise, however sure n-grams are."""
+        found = cls(memory=memory)
+        found._lifts = [min(lift, _MOST_FIRST)] * len(_FIRST_LIFTS)
+        return found
 
     @property
     def values(self) -> tuple[float, ...]:
         """The lifts as they stand."""
         return tuple(self._lifts)
 
-    def worth_asking(self, chance: float) -> bool:
-        """Whether the head's opinion is worth its time; what is not asked for long is asked again."""
+    def worth_asking(self, chance: float, least: float = 1.0) -> bool:
+        """Whether the head's opinion is worth its time; what is not asked for long is asked again.
+
+        least: the lift that it takes.
+        """
         place = _place(chance)
         self._lifts[place] += _DOUBT
-        return self._lifts[place] > 1.0
+        return self._lifts[place] > least
 
     def note(self, chance: float, lift: float) -> None:
         """The head was asked: rate with it / rate without."""
