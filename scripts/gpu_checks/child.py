@@ -1,0 +1,46 @@
+"""The process of one part: python -m gpu_checks.child MODULE CONTEXT.json RESULT.json"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from gpu_checks.context import Context
+from gpu_checks.files import write_json
+
+
+class Report:
+    """The figures of a part, written at once so that a part that is ended later keeps them."""
+
+    def __init__(self, path: Path) -> None:
+        self.figures: dict[str, Any] = {}
+        self._path = path
+        self.write()
+
+    def add(self, **figures: Any) -> None:
+        """Add figures, JSON values, or replace those of the same name."""
+        self.figures |= figures
+        self.write()
+
+    def write(self, error: str | None = None) -> None:
+        """Write what there is."""
+        write_json(self._path, {"figures": self.figures, "error": error})
+
+
+def main(module: str, context: str, result: str) -> int:
+    """Run a part; 1 if it raised."""
+    report = Report(Path(result))
+    try:
+        importlib.import_module(module).run(Context.from_json(Path(context).read_text(encoding="utf-8")), report)
+    except Exception as error:  # whatever it is, the other parts go on
+        traceback.print_exc()
+        report.write(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
