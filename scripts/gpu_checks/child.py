@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ class Report:
 
 def main(module: str, context: str, result: str) -> int:
     """Run a part; 1 if it raised."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     report = Report(Path(result))
     try:
         importlib.import_module(module).run(Context.from_json(Path(context).read_text(encoding="utf-8")), report)
@@ -40,6 +44,13 @@ def main(module: str, context: str, result: str) -> int:
         report.write(f"{type(error).__name__}: {error}")
         return 1
     return 0
+
+
+def _end_with_parent() -> None:
+    """Standard input ends when the check does, even if it is killed: then nothing of this part stays on the device."""
+    while os.read(0, 1):  # not through sys.stdin, whose lock would be held when Python ends
+        continue
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,9 @@ class Context:
     def from_json(cls, text: str) -> Context:
         """The context that `to_json` wrote."""
         raw: dict[str, Any] = json.loads(text)
-        amounts = {name: tuple(value) if isinstance(value, list) else value for name, value in raw["amounts"].items()}
+        amounts: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in raw["amounts"].items()
+        }
         raw |= {name: Path(raw[name]) for name in ("source", "work")}
         raw |= {"amounts": Amounts(**amounts), "wheels": tuple(map(Path, raw["wheels"]))}
         return cls(**raw)

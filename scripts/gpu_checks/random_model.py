@@ -147,22 +147,25 @@ def write_source(folder: Path, shape: Shape, *, weights: bool = True) -> Path:
 def write_bundle(name: str, shape: Shape, precision: str, device: str, work: Path) -> Bundle:
     """A bundle of random weights in the cache, found there if it was written before; no fidelity is measured."""
     from specrun.export import bundle as exporter
+    from specrun.export.tokenizer import tokenizer_files
+    from specrun.export.weight_store import SPARE_POSITIONS
     from specrun.models_cache.manifest import KVSpec, Manifest, SourceInfo
     from specrun.models_cache.store import bundle_or_build
 
     source = write_source(work / f"source-{name}", shape, weights=False)
     config = config_from_json(source)
-    tokenizer = exporter.tokenizer_files(source)
+    tokenizer = tokenizer_files(source)
 
     def build(folder: Path) -> Manifest:
         from specrun.export.graph import build_target
         from specrun.export.graph_builder import tensor_specs
+        from specrun.export.weight_store import store_weights
         from specrun.models_cache.manifest import GraphSpec
 
         one = RandomWeights(replace(config, layers=1, layer_configs=config.layer_configs[:1]))
         graphs = {}
         with WeightFile(folder / exporter.DATA_FILE) as file:
-            stored = exporter.store_weights(one, file, precision, None)
+            stored = store_weights(one, file, precision, None)
             layers = tuple(_renamed(stored.layers[0], file, index) for index in range(config.layers))
             stored = replace(stored, layers=layers)
             for graph_name, (graph_file, ragged, requires) in exporter.VARIANTS.items():
@@ -184,7 +187,7 @@ def write_bundle(name: str, shape: Shape, precision: str, device: str, work: Pat
             special_ids=tokenizer.special_ids,
             graphs=graphs,
             precision={"requested": precision, **stored.type_names()},
-            kv=KVSpec("float32", config.context + exporter.SPARE_POSITIONS),
+            kv=KVSpec("float32", config.context + SPARE_POSITIONS),
             source=SourceInfo(name, "path", {}, None),
             fidelity=None,
         )
@@ -203,7 +206,7 @@ def _renamed(value: T, file: WeightFile, index: int) -> T:
         if isinstance(item, dict):
             return {key: walk(entry) for key, entry in item.items()}
         if isinstance(item, (ir.ExternalTensor, ir.Tensor)):
-            return file.view(f"{item.name}.of_layer_{index}", item, tuple(map(int, item.shape)))
+            return file.view(f"{item.name}.of_layer_{index}", item, item.shape.numpy())
         return item
 
     copied: T = walk(value)

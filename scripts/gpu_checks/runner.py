@@ -92,6 +92,7 @@ def run_parts(
     """
     end = time.monotonic() + limit
     context_path = context.work / "context.json"
+    (context.work / "parts").mkdir(exist_ok=True)
     context_path.write_text(context.to_json(), encoding="utf-8")
     for part in parts:
         outcome = Outcome(part.name, part.title, round(min(part.seconds * patience, end - time.monotonic()), 1))
@@ -108,13 +109,13 @@ def run_parts(
 
 
 def _run(part: Part, context: Context, context_path: Path, outcome: Outcome, results: Results) -> None:
-    result_path, log_path = (context.work / f"{part.name}.{kind}" for kind in ("json", "log"))
+    result_path, log_path = (context.work / "parts" / f"{part.name}.{kind}" for kind in ("json", "log"))
     began = time.monotonic()
     results.write()
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "gpu_checks.child", part.module, str(context_path), str(result_path)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # which the part watches, to end when this process does
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=context.work,
@@ -163,6 +164,8 @@ def _read(path: Path, seen: str, outcome: Outcome, results: Results) -> str:
 def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # its whole group is gone already
         os.killpg(process.pid, signal.SIGKILL)
+    if process.stdin is not None:
+        process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold a process for a while: the rest goes on
         process.wait(KILL_SECONDS)
 

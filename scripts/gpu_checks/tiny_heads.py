@@ -6,8 +6,15 @@ from typing import Final
 
 import numpy as np
 
-from specrun.export.speculator_config import DraftConfig, EagleConfig, MedusaConfig, SpeculatorConfig, tensor_rules
-from specrun.export.speculator_weights import Speculator, SpeculatorTarget, Tensor, quantized
+from specrun.export.speculator_config import (
+    DraftConfig,
+    EagleConfig,
+    MedusaConfig,
+    SpeculatorConfig,
+    SpeculatorTarget,
+    tensor_rules,
+)
+from specrun.export.speculator_weights import Speculator, Tensor, quantized
 from specrun.export.speculators import attach_speculator
 from specrun.models_cache.layout import Bundle
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,13 +78,13 @@ def _fastest(session: ModelSession, ids: Sequence[int], width: int) -> tuple[flo
     if session.cache.lengths[0] < CONTEXT:
         for start in range(0, CONTEXT, 32):
             session.run_batch([row[start : start + 32] for row in context], rows=1)
-    best, end, count = (float("inf"), float("inf")), float("inf"), 0
+    best, end, count = (math.inf, math.inf), math.inf, 0
     while count < 2 + MOST_RUNS and (count < 4 or time.perf_counter() < end):
         if count == 2:
-            best, end = (float("inf"), float("inf")), time.perf_counter() + SECONDS
-        before, start = session.onnx_seconds, time.perf_counter()
+            best, end = (math.inf, math.inf), time.perf_counter() + SECONDS
+        before, began = session.onnx_seconds, time.perf_counter()
         session.run_batch(new, rows=width)
-        best = min(best, (time.perf_counter() - start, session.onnx_seconds - before))
+        best = min(best, (time.perf_counter() - began, session.onnx_seconds - before))
         _rewind(session, CONTEXT)
         count += 1
     return best
