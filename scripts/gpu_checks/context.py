@@ -12,11 +12,13 @@ from typing import Any, Final
 class Amounts:
     """How much is measured.
 
-    precisions: of the device's graphs, that of the timings first. big: the shape of the random model, a key of
-    `random_model.SHAPES`; big_draft: of what drafts for it. kv_batch, kv_positions: whose KV buffers are measured.
+    precisions: of the device's graphs; the speed of the first `timed` is measured, all other times of the first alone.
+    big: the shape of the random model, a key of `random_model.SHAPES`; big_draft: of what drafts for it. kv_batch,
+    kv_positions: whose KV buffers are measured.
     """
 
     precisions: tuple[str, ...]
+    timed: int
     prompts: int
     max_tokens: int
     repeats: int
@@ -53,8 +55,9 @@ METHODS: Final = (
 )
 
 FULL: Final = Amounts(
-    precisions=("fp16", "int8", "int4"),
-    prompts=6,
+    precisions=("fp16", "int4", "int8", "bf16"),
+    timed=2,
+    prompts=4,
     max_tokens=96,
     repeats=2,
     widths=(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 48, 64),
@@ -82,6 +85,7 @@ ON_CPU: Final = replace(
     precisions=("int8", "fp32", "int4"),
     prompts=3,
     repeats=1,
+    timed=3,
     widths=(1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 64),
     batches=(1, 2, 4, 8),
     big="small",

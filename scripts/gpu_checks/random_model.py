@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 
 from specrun.export.config import ModelConfig, config_from_json
 from specrun.export.weight_file import WeightFile
+from specrun.export.weight_store import StoredWeights, store_weights
 from specrun.models_cache.layout import Bundle
+from specrun.models_cache.progress import Progress
 
 T = TypeVar("T")
 
@@ -147,52 +150,35 @@ def write_source(folder: Path, shape: Shape, *, weights: bool = True) -> Path:
 def write_bundle(name: str, shape: Shape, precision: str, device: str, work: Path) -> Bundle:
     """A bundle of random weights in the cache, found there if it was written before; no fidelity is measured."""
     from specrun.export import bundle as exporter
-    from specrun.export.tokenizer import tokenizer_files
-    from specrun.export.weight_store import SPARE_POSITIONS
-    from specrun.models_cache.manifest import KVSpec, Manifest, SourceInfo
+    from specrun.models_cache.manifest import Manifest
+    from specrun.models_cache.sources import FetchedSource
     from specrun.models_cache.store import bundle_or_build
 
     source = write_source(work / f"source-{name}", shape, weights=False)
-    config = config_from_json(source)
-    tokenizer = tokenizer_files(source)
+    options: dict[str, Any] = {} if device == "cpu" else {"device": device}
 
     def build(folder: Path) -> Manifest:
-        from specrun.export.graph import build_target
-        from specrun.export.graph_builder import tensor_specs
-        from specrun.export.weight_store import store_weights
-        from specrun.models_cache.manifest import GraphSpec
-
-        one = RandomWeights(replace(config, layers=1, layer_configs=config.layer_configs[:1]))
-        graphs = {}
-        with WeightFile(folder / exporter.DATA_FILE) as file:
-            stored = store_weights(one, file, precision, None)
-            layers = tuple(_renamed(stored.layers[0], file, index) for index in range(config.layers))
-            stored = replace(stored, layers=layers)
-            for graph_name, (graph_file, ragged, requires) in exporter.VARIANTS.items():
-                model = build_target(config, stored, file, ragged=ragged)
-                ir.save(model, folder / graph_file)
-                graphs[graph_name] = GraphSpec(
-                    graph_file,
-                    (exporter.DATA_FILE,),
-                    requires,
-                    None if ragged else 1,
-                    tensor_specs(model.graph.inputs),
-                    tensor_specs(model.graph.outputs),
-                )
-        exporter._write_tokenizer(folder, tokenizer)
-        return Manifest(
-            name=name,
-            family=config.family.name,
-            sizes=exporter._sizes(config, tokenizer),
-            special_ids=tokenizer.special_ids,
-            graphs=graphs,
-            precision={"requested": precision, **stored.type_names()},
-            kv=KVSpec("float32", config.context + SPARE_POSITIONS),
-            source=SourceInfo(name, "path", {}, None),
-            fidelity=None,
-        )
+        # The exporter itself, so that the graphs are those of any model; only what reads the weights is another.
+        with patch.multiple(
+            exporter,
+            open_weights=lambda path: RandomWeights(config_from_json(path)),
+            store_weights=_store_one_layer,
+            measure_fidelity=lambda *arguments: (None, ()),
+        ):
+            fetched = FetchedSource(name, "path", source, {}, None)
+            return exporter.write_bundle(folder, fetched, precision=precision, block=None, **options)
 
     return bundle_or_build(name, build)
+
+
+def _store_one_layer(
+    weights: RandomWeights, file: WeightFile, precision: str, block: int | None, progress: Progress | None = None
+) -> StoredWeights:
+    """`store_weights` of a model of one layer, to which the other layers refer."""
+    config = weights.config
+    one = RandomWeights(replace(config, layers=1, layer_configs=config.layer_configs[:1]))
+    stored = store_weights(one, file, precision, block, progress)
+    return replace(stored, layers=tuple(_renamed(stored.layers[0], file, index) for index in range(config.layers)))
 
 
 def _renamed(value: T, file: WeightFile, index: int) -> T:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gpu_checks import models
 from gpu_checks.child import Report
 from gpu_checks.context import Context
 from specrun.models_cache.errors import SpecrunError
-from specrun.runtime.session import ModelSession
+from specrun.models_cache.layout import Bundle
+from specrun.runtime.session import ModelSession, WidthRule, session_opener
 
 CONTEXT = 128  # tokens before the timed ones
 SECONDS = 0.15  # for a batch and width, at most, after two runs that do not count
@@ -21,24 +22,11 @@ LOGIT_BYTES = 512 << 20  # of a run; wider ones are left out
 
 def run(context: Context, report: Report) -> None:
     """The model itself, in the precision of the timings."""
-    bundle = models.bundle_of(context.precision, context.device)
     amounts = context.amounts
-    measure(
-        lambda batch: models.open_session(context, bundle, context.device, batch),
-        models.text_ids(bundle, CONTEXT + max(amounts.widths)),
-        amounts.widths,
-        amounts.batches,
-        report,
-    )
+    measure(context, models.bundle_of(context.precision, context.device), amounts.widths, amounts.batches, report)
 
 
-def measure(
-    open_session: Callable[[int], ModelSession],
-    ids: Sequence[int],
-    widths: Sequence[int],
-    batches: Sequence[int],
-    report: Report,
-) -> None:
+def measure(context: Context, bundle: Bundle, widths: Sequence[int], batches: Sequence[int], report: Report) -> None:
     """Report `ms`, the fastest of a few runs, and `v`, the same over that of batch 1 and width 1; a row a batch.
 
     inside_ms: the share of `ms` inside ONNX Runtime. A batch that this ONNX Runtime, or the memory, cannot run is
@@ -46,17 +34,19 @@ def measure(
     """
     rows: dict[str, list[dict[str, Any]]] = {"ms": [], "inside_ms": [], "v": []}
     left_out: dict[str, str] = {}
+    ids = models.text_ids(bundle, CONTEXT + max(widths))
+    opener = session_opener(bundle, models.threads_of(context), context.device)
     for batch in batches:
         row: dict[str, dict[str, Any]] = {name: {"batch": batch} for name in rows}
         try:
-            session = open_session(batch)
+            session = opener(batch, WidthRule())
             for width in widths:
                 if batch * width * session.sizes.vocabulary * 4 > LOGIT_BYTES:
                     left_out[f"batch {batch}, width {width}"] = "its logits take too much room"
                     continue
                 total, inside = _fastest(session, ids, width)
                 row["ms"][str(width)], row["inside_ms"][str(width)] = round(total * 1e3, 4), round(inside * 1e3, 4)
-            session.close()
+            session.cache.close()
         except SpecrunError as error:
             left_out[f"batch {batch}"] = str(error)
         if len(row["ms"]) > 1:

@@ -36,7 +36,7 @@ def run(context: Context, report: Report) -> None:
     for precision in amounts.precisions:
         with models.open_engine(context, precision) as engine:
             methods = [method for method in amounts.methods if method in engine.methods and method != "none"]
-            prompts = models.PROMPTS[: max(1, amounts.prompts // 3)]
+            prompts = models.PROMPTS[: max(1, amounts.prompts // 2)]
             try:
                 own: list[VerifyCase] = []
                 for case in verify(

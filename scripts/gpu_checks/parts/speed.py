@@ -17,7 +17,7 @@ def run(context: Context, report: Report) -> None:
     amounts = context.amounts
     prompts = [BenchPrompt(str(n), "all", text) for n, text in enumerate(models.PROMPTS[: amounts.prompts])]
     rows: list[dict[str, Any]] = []
-    for precision in amounts.precisions:
+    for precision in amounts.precisions[: amounts.timed]:
         with models.open_engine(context, precision) as engine:
             methods = [method for method in amounts.methods if method == "auto" or method in engine.methods]
             bench = run_bench(engine, prompts, methods=methods, max_tokens=amounts.max_tokens, repeats=amounts.repeats)
