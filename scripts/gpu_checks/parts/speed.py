@@ -16,13 +16,25 @@ def run(context: Context, report: Report) -> None:
     """In each precision; the ratio is against the fastest plain loop, which need not be exact."""
     amounts = context.amounts
     prompts = [BenchPrompt(str(n), "all", text) for n, text in enumerate(models.PROMPTS[: amounts.prompts])]
-    rows: list[dict[str, Any]] = []
+    done: list[dict[str, Any]] = []
     for precision in amounts.precisions[: amounts.timed]:
+        kept = context.work / f"speed-{precision}.jsonl"
+        kept.unlink(missing_ok=True)  # of an earlier check
         with models.open_engine(context, precision) as engine:
             methods = [method for method in amounts.methods if method == "auto" or method in engine.methods]
-            bench = run_bench(engine, prompts, methods=methods, max_tokens=amounts.max_tokens, repeats=amounts.repeats)
-            rows += [{"precision": precision, "method": method, **row} for method, row in _summary(bench.runs).items()]
-            report.add(speed=rows)
+            for count in range(1, len(prompts) + 1):  # runs that were made are in the file, so each call adds a prompt
+                bench = run_bench(
+                    engine,
+                    prompts[:count],
+                    methods=methods,
+                    max_tokens=amounts.max_tokens,
+                    repeats=amounts.repeats,
+                    output=kept,
+                )
+                found = _summary(bench.runs)
+                rows = [{"precision": precision, "method": name, **row} for name, row in found.items()]
+                report.add(speed=[*done, *rows], prompts={**report.figures.get("prompts", {}), precision: count})
+            done += rows
 
 
 def _summary(runs: tuple[Run, ...]) -> dict[str, dict[str, Any]]:
