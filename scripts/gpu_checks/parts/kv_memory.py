@@ -54,7 +54,7 @@ def run(context: Context, report: Report) -> None:
     for role in shapes:
         bundle = find_bundle(amounts.big if role == "target" else amounts.big_draft)
         before, _ = memory.read()
-        cache, how[role] = _take(openers[role], bundle, batch, amounts.kv_positions)
+        cache, how[role] = _take(openers[role], bundle, batch, amounts.kv_positions, context.device)
         held.append(cache)
         steps.append(_step(f"KV of the {role}", memory, before, wanted[role]))
         report.add(steps=steps, taken_by=how)
@@ -81,23 +81,23 @@ def _batch(asked: int, positions: int, shapes: list[KVShape], memory: DeviceMemo
     return batch
 
 
-def _take(opener: Callable[..., Any], bundle: Bundle, batch: int, positions: int) -> tuple[Any, str]:
+def _take(opener: Callable[..., Any], bundle: Bundle, batch: int, positions: int, device: str) -> tuple[Any, str]:
     """Buffers of the runtime's own where it runs so many rows, else of the same size: (what holds them, how)."""
     try:
         session = opener(batch, WidthRule())
     except SpecrunError as error:
         how = f"buffers by themselves, as the runtime runs fewer rows ({error})"
-        return _bare(bundle, batch, positions), how
+        return _bare(bundle, batch, positions, device), how
     session.cache.reserve(positions)
     _touch(session.cache)
     return session, "the runtime's buffers"
 
 
-def _bare(bundle: Bundle, batch: int, positions: int) -> list[Any]:
+def _bare(bundle: Bundle, batch: int, positions: int, device: str) -> list[Any]:
     sizes, kv = bundle.manifest.sizes, bundle.manifest.kv
     shape = [batch, sizes.kv_heads, positions, sizes.head_dim]
     make = onnxruntime().OrtValue.ortvalue_from_shape_and_type
-    return [make(shape, np.dtype(kv.dtype), "cuda", 0) for _ in range(2 * sizes.layers)]
+    return [make(shape, np.dtype(kv.dtype), device, 0) for _ in range(2 * sizes.layers)]
 
 
 def _touch(cache: KVCache) -> None:
