@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ class Report:
     def write(self, error: str | None = None) -> None:
         """Write what there is."""
         write_json(self._path, {"figures": self.figures, "error": error})
+
+
+def for_each(names: Sequence[str], report: Report, work: Callable[[str], None]) -> None:
+    """Do the work for each name, whatever becomes of the others; raises RuntimeError at the end if one failed."""
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            work(name)
+        except Exception as error:  # as with parts
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {error}"
+            report.add(failed=failed)
+    if failed:
+        raise RuntimeError(f"It failed for {', '.join(failed)}: {next(iter(failed.values()))}")
 
 
 def main(module: str, context: str, result: str) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gpu_checks.context import Context
-from specrun.models_cache.layout import Bundle, find_bundle
-from specrun.runtime.backend import default_threads
-from specrun.runtime.calibration import calibrate
+from specrun.models_cache.layout import Bundle
 from specrun.runtime.engine import Engine
-from specrun.runtime.session import ModelSession, WidthRule, session_opener
+from specrun.runtime.session import ModelSession, WidthRule
 
 PROMPTS: Final = (
     "List the days of the week, then list them again in the same order.",
@@ -41,34 +39,24 @@ def export(context: Context, precision: str, device: str) -> Bundle:
     return bundle
 
 
-def bundle_of(precision: str, device: str) -> Bundle:
-    """A bundle that the export part made."""
-    return find_bundle(name_of(precision, device))
+def open_engine(context: Context, precision: str | None = None, device: str | None = None, **options: Any) -> Engine:
+    """The engine of the model, by default in the precision of the timings and on the device of the check."""
+    device = device or context.device
+    name = name_of(precision or context.precision, device)
+    return Engine.load(name, device=device, threads=context.threads, **options)
 
 
-def open_engine(context: Context, precision: str | None = None, **options: Any) -> Engine:
-    """The engine of the model on the device."""
-    name = name_of(precision or context.precision, context.device)
-    return Engine.load(name, device=context.device, threads=context.threads, **options)
+def open_rows(engine: Engine, batch: int = 1) -> ModelSession:
+    """A session of the engine's target by itself, with KV of its own for so many rows; every run has its own width.
+
+    Raises BackendError where this ONNX Runtime, or the device's memory, does not do for so many.
+    """
+    return engine._open_session(batch, WidthRule())
 
 
-def open_session(context: Context, bundle: Bundle, device: str, batch: int = 1) -> ModelSession:
-    """A session of a bundle by itself, with the width rule that a probe finds."""
-    threads = threads_of(context)
-    opener = session_opener(bundle, threads, device)
-    rule = calibrate(bundle, threads, opener).rule if batch == 1 else WidthRule()
-    return opener(batch, rule)
-
-
-def text_ids(bundle: Bundle, count: int) -> list[int]:
+def text_ids(engine: Engine, count: int) -> list[int]:
     """The ids of a fixed text, repeated to `count`."""
     from specrun.export.fidelity import TEXT
-    from specrun.runtime.tokenizer import Tokenizer
 
-    ids = Tokenizer.from_bundle(bundle).encode(TEXT, add_bos=False)
+    ids = engine.tokenizer.encode(TEXT, add_bos=False)
     return (ids * (count // len(ids) + 1))[:count]
-
-
-def threads_of(context: Context) -> int:
-    """Of the processor, for sessions that are opened without an engine."""
-    return context.threads or default_threads()

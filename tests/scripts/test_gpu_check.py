@@ -124,8 +124,8 @@ def test_dry_synthetic(dry: tuple[Path, dict[str, Any]]) -> None:
 def test_dry_kv_memory(dry: tuple[Path, dict[str, Any]]) -> None:
     found = figures(dry, "kv_memory")
     assert [step["what"] for step in found["steps"]] == [
-        "weights of the target",
-        "weights of the draft",
+        "the target, with KV of one row",
+        "the draft, with KV of one row",
         "KV of the target",
         "KV of the draft",
     ]

@@ -6,11 +6,12 @@ from gpu_checks.child import Report
 from gpu_checks.context import Context
 from gpu_checks.parts.costs import measure
 from gpu_checks.random_model import SHAPES
-from specrun.models_cache.layout import find_bundle
+from specrun.runtime.engine import Engine
 
 
 def run(context: Context, report: Report) -> None:
     """As for the model itself."""
     amounts = context.amounts
     report.add(shape=amounts.big, parameters=SHAPES[amounts.big].parameters)
-    measure(context, find_bundle(amounts.big), amounts.big_widths, amounts.big_batches, report)
+    with Engine.load(amounts.big, device=context.device, threads=context.threads, context=1024) as engine:
+        measure(engine, amounts.big_widths, amounts.big_batches, report)

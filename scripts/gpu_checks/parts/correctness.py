@@ -9,43 +9,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_checks import models
-from gpu_checks.child import Report
+from gpu_checks.child import Report, for_each
 from gpu_checks.context import Context
 from gpu_checks.parts.export import REFERENCE
 from specrun.export.fidelity import compare_logits
 from specrun.models_cache.errors import SpecrunError
-from specrun.models_cache.layout import Bundle
+from specrun.runtime.engine import Engine
 from specrun.runtime.session import ModelSession
 
 POSITIONS = 200
+LEAST_AGREEMENT = 0.8  # of the best tokens: less is no rounding
+SPARE = 40  # positions of the context that stay free
 STEPS = (1, 2, 5, 9)  # widths in which the text is run, besides one chunk
 
 
 def run(context: Context, report: Report) -> None:
     """Compare each precision with the processor's fp32, and with the same graph where the processor can run it."""
-    reference = models.bundle_of(REFERENCE, "cpu")
-    ids = models.text_ids(reference, min(POSITIONS, reference.manifest.sizes.context - 40))
-    expected = _logits(models.open_session(context, reference, "cpu"), ids, len(ids))
+    with models.open_engine(context, REFERENCE, "cpu") as engine:
+        ids = models.text_ids(engine, min(POSITIONS, engine.context - SPARE))
+        expected = _logits(engine.target, ids, len(ids))
     rows: list[dict[str, Any]] = []
-    for precision in context.amounts.precisions:
-        bundle = models.bundle_of(precision, context.device)
-        session = models.open_session(context, bundle, context.device)
-        whole = _logits(session, ids, len(ids))
-        rows.append(_row(precision, f"{REFERENCE} on cpu", "one chunk", expected, whole))
-        for width in STEPS:
-            stepped = _logits(session, ids, width)
-            rows.append(_row(precision, "itself in one chunk", f"{width} at a time", whole, stepped))
-        if context.device != "cpu":
-            try:
-                rows.append(_row(precision, "itself on cpu", "one chunk", _on_cpu(context, bundle, ids), whole))
-            except SpecrunError as error:  # its kernels may not have this precision
-                report.add(**{f"{precision}_on_cpu": str(error)})
-        session.close()
-        report.add(logits=rows)
+
+    def compare(precision: str) -> None:
+        with models.open_engine(context, precision) as engine:
+            whole = _logits(engine.target, ids, len(ids))
+            rows.append(_row(precision, f"{REFERENCE} on cpu", "one chunk", expected, whole))
+            for width in STEPS:
+                stepped = _logits(engine.target, ids, width)
+                rows.append(_row(precision, "itself in one chunk", f"{width} at a time", whole, stepped))
+            report.add(logits=rows)
+            if context.device != "cpu":
+                try:
+                    own = _on_cpu(context, engine, ids)
+                except SpecrunError as error:  # its kernels may not have this precision
+                    report.add(**{f"{precision}_on_cpu": str(error)})
+                else:
+                    rows.append(_row(precision, "itself on cpu", "one chunk", own, whole))
+                    report.add(logits=rows)
+
+    for_each(context.amounts.precisions, report, compare)
+    wrong = [row["precision"] for row in rows if row["argmax_agreement"] < LEAST_AGREEMENT]
+    if wrong:
+        raise RuntimeError(f"The logits of {', '.join(dict.fromkeys(wrong))} are not those of the model.")
 
 
-def _on_cpu(context: Context, bundle: Bundle, ids: list[int]) -> NDArray[np.float32]:
-    return _logits(models.open_session(context, bundle, "cpu"), ids, len(ids))
+def _on_cpu(context: Context, engine: Engine, ids: list[int]) -> NDArray[np.float32]:
+    with Engine(engine.bundle, device="cpu", threads=context.threads) as other:
+        return _logits(other.target, ids, len(ids))
 
 
 def _logits(session: ModelSession, ids: list[int], width: int) -> NDArray[np.float32]:

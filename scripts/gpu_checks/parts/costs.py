@@ -11,8 +11,8 @@ from gpu_checks import models
 from gpu_checks.child import Report
 from gpu_checks.context import Context
 from specrun.models_cache.errors import SpecrunError
-from specrun.models_cache.layout import Bundle
-from specrun.runtime.session import ModelSession, WidthRule, session_opener
+from specrun.runtime.engine import Engine
+from specrun.runtime.session import ModelSession
 
 CONTEXT = 128  # tokens before the timed ones
 SECONDS = 0.15  # for a batch and width, at most, after two runs that do not count
@@ -23,10 +23,11 @@ LOGIT_BYTES = 512 << 20  # of a run; wider ones are left out
 def run(context: Context, report: Report) -> None:
     """The model itself, in the precision of the timings."""
     amounts = context.amounts
-    measure(context, models.bundle_of(context.precision, context.device), amounts.widths, amounts.batches, report)
+    with models.open_engine(context) as engine:
+        measure(engine, amounts.widths, amounts.batches, report)
 
 
-def measure(context: Context, bundle: Bundle, widths: Sequence[int], batches: Sequence[int], report: Report) -> None:
+def measure(engine: Engine, widths: Sequence[int], batches: Sequence[int], report: Report) -> None:
     """Report `ms`, the fastest of a few runs, and `v`, the same over that of batch 1 and width 1; a row a batch.
 
     inside_ms: the share of `ms` inside ONNX Runtime. A batch that this ONNX Runtime, or the memory, cannot run is
@@ -34,12 +35,11 @@ def measure(context: Context, bundle: Bundle, widths: Sequence[int], batches: Se
     """
     rows: dict[str, list[dict[str, Any]]] = {"ms": [], "inside_ms": [], "v": []}
     left_out: dict[str, str] = {}
-    ids = models.text_ids(bundle, CONTEXT + max(widths))
-    opener = session_opener(bundle, models.threads_of(context), context.device)
+    ids = models.text_ids(engine, CONTEXT + max(widths))
     for batch in batches:
         row: dict[str, dict[str, Any]] = {name: {"batch": batch} for name in rows}
         try:
-            session = opener(batch, WidthRule())
+            session = models.open_rows(engine, batch)
             for width in widths:
                 if batch * width * session.sizes.vocabulary * 4 > LOGIT_BYTES:
                     left_out[f"batch {batch}, width {width}"] = "its logits take too much room"

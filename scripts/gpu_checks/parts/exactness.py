@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_checks import models
-from gpu_checks.child import Report
+from gpu_checks.child import Report, for_each
 from gpu_checks.context import Context
-from specrun.models_cache.errors import SpecrunError
-from specrun.runtime.session import ModelSession, WidthRule
+from specrun.runtime.session import ModelSession
 from specrun.runtime.verify import VerifyCase, verify
 
 BASE = 32  # tokens before those that are compared
@@ -21,40 +20,38 @@ COUNT = 48  # tokens that are compared
 def run(context: Context, report: Report) -> None:
     """For each precision the rows of a run at pinned widths, then `specrun verify`."""
     amounts = context.amounts
-    rule: dict[str, Any] = {}
-    cases: list[VerifyCase] = []
-    rows: list[dict[str, Any]] = []
+    exact: dict[str, str] = {}
+    cases: dict[str, list[VerifyCase]] = {}
     pinned: list[dict[str, Any]] = []
-    for precision in amounts.precisions:
-        bundle = models.bundle_of(precision, context.device)
-        ids = models.text_ids(bundle, BASE + COUNT + max(amounts.pinned))
-        session = models.open_session(context, bundle, context.device)
-        session.width_rule = WidthRule(multiple=1)
-        pinned += [{"precision": precision, **_pinned(session, ids, width)} for width in amounts.pinned]
-        session.close()
-        report.add(pinned_rows=pinned)
-    for precision in amounts.precisions:
+
+    def check(precision: str) -> None:
         with models.open_engine(context, precision) as engine:
+            ids = models.text_ids(engine, BASE + COUNT + max(amounts.pinned))
+            session = models.open_rows(engine)
+            for width in amounts.pinned:
+                pinned.append({"precision": precision, **_pinned(session, ids, width)})
+                report.add(pinned_rows=pinned)
+            session.cache.close()
             methods = [method for method in amounts.methods if method in engine.methods and method != "none"]
-            prompts = models.PROMPTS[: max(1, amounts.prompts // 2)]
-            try:
-                own: list[VerifyCase] = []
-                for case in verify(
-                    engine,
-                    prompts,
-                    methods=methods,
-                    draft_lengths=amounts.verify_lengths,
-                    max_tokens=amounts.verify_tokens,
-                ):
-                    own.append(case)
-                    rule[precision] = engine.calibration.exactness
-                    report.add(verify=[*rows, *_by_method(precision, own)], exactness=rule)
-                rows += _by_method(precision, own)
-                cases += own
-            except SpecrunError as error:
-                report.add(**{f"{precision}_error": str(error)})
-                raise
-    report.add(unequal=sum(not case.equal for case in cases), cases=len(cases))
+            how: dict[str, Any] = {
+                "methods": methods,
+                "draft_lengths": amounts.verify_lengths,
+                "max_tokens": amounts.verify_tokens,
+            }
+            for case in verify(engine, models.PROMPTS[: max(1, amounts.prompts // 2)], **how):
+                cases[precision] = [*cases.get(precision, []), case]
+                exact[precision] = engine.calibration.exactness
+                rows = [row for name, own in cases.items() for row in _by_method(name, own)]
+                report.add(exactness=exact, verify=rows)
+
+    try:
+        for_each(amounts.precisions, report, check)
+    finally:
+        every = [case for own in cases.values() for case in own]
+        report.add(unequal=sum(not case.equal for case in every), cases=len(every))
+    broken = [name for name, own in cases.items() if exact[name] == "bitwise" and not all(case.equal for case in own)]
+    if broken:
+        raise RuntimeError(f"Texts differ from plain decoding in {', '.join(broken)}, which promises equal bits.")
 
 
 def _by_method(precision: str, cases: list[VerifyCase]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ The essay gives 7.73 and 16.90 GB for LLaMA-7B at batch 32 x 2048; fp16 keys and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,11 @@ from gpu_checks.child import Report
 from gpu_checks.context import Context
 from gpu_checks.driver import DeviceMemory
 from specrun.models_cache.errors import SpecrunError
-from specrun.models_cache.layout import Bundle, find_bundle
+from specrun.models_cache.layout import Bundle
 from specrun.runtime.backend import onnxruntime
+from specrun.runtime.engine import Engine
 from specrun.runtime.kv_cache import KVCache
 from specrun.runtime.kv_shape import KVShape
-from specrun.runtime.session import WidthRule, session_opener
 
 ESSAY_GB = (7.73, 16.90)
 SPARE = 1.1  # of the room that the buffers need
@@ -29,15 +28,15 @@ def run(context: Context, report: Report) -> None:
     """Load both models, then take their buffers one after the other and read the device's memory each time."""
     amounts = context.amounts
     memory = DeviceMemory(context.device)
-    openers: dict[str, Callable[..., Any]] = {}
+    engines: dict[str, Engine] = {}
     shapes: dict[str, KVShape] = {}
     steps: list[dict[str, Any]] = []
     held: list[Any] = []  # what must stay until the end
     for role, name in (("target", amounts.big), ("draft", amounts.big_draft)):
-        bundle, (before, _) = find_bundle(name), memory.read()
-        shapes[role] = KVShape.of_bundle(bundle)
-        openers[role] = session_opener(bundle, models.threads_of(context), context.device)
-        steps.append(_step(f"weights of the {role}", memory, before, None))
+        before, _ = memory.read()
+        engines[role] = Engine.load(name, device=context.device, threads=context.threads)
+        shapes[role] = KVShape.of_bundle(engines[role].bundle)
+        steps.append(_step(f"the {role}, with KV of one row", memory, before, None))
         report.add(steps=steps)
     batch = _batch(amounts.kv_batch, amounts.kv_positions, list(shapes.values()), memory)
     wanted = {role: shape.kv_bytes(amounts.kv_positions, batch) for role, shape in shapes.items()}
@@ -52,9 +51,8 @@ def run(context: Context, report: Report) -> None:
     )
     how = {}
     for role in shapes:
-        bundle = find_bundle(amounts.big if role == "target" else amounts.big_draft)
         before, _ = memory.read()
-        cache, how[role] = _take(openers[role], bundle, batch, amounts.kv_positions, context.device)
+        cache, how[role] = _take(engines[role], batch, amounts.kv_positions, context.device)
         held.append(cache)
         steps.append(_step(f"KV of the {role}", memory, before, wanted[role]))
         report.add(steps=steps, taken_by=how)
@@ -81,13 +79,13 @@ def _batch(asked: int, positions: int, shapes: list[KVShape], memory: DeviceMemo
     return batch
 
 
-def _take(opener: Callable[..., Any], bundle: Bundle, batch: int, positions: int, device: str) -> tuple[Any, str]:
+def _take(engine: Engine, batch: int, positions: int, device: str) -> tuple[Any, str]:
     """Buffers of the runtime's own where it runs so many rows, else of the same size: (what holds them, how)."""
     try:
-        session = opener(batch, WidthRule())
+        session = models.open_rows(engine, batch)
     except SpecrunError as error:
         how = f"buffers by themselves, as the runtime runs fewer rows ({error})"
-        return _bare(bundle, batch, positions, device), how
+        return _bare(engine.bundle, batch, positions, device), how
     session.cache.reserve(positions)
     _touch(session.cache)
     return session, "the runtime's buffers"

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from gpu_checks import models
-from gpu_checks.child import Report
+from gpu_checks.child import Report, for_each
 from gpu_checks.context import Context
 from specrun.runtime.bench import BASELINE, BenchPrompt, Run, run_bench
 from specrun.runtime.bench_summary import median_per_token
@@ -16,25 +16,23 @@ def run(context: Context, report: Report) -> None:
     """In each precision; the ratio is against the fastest plain loop, which need not be exact."""
     amounts = context.amounts
     prompts = [BenchPrompt(str(n), "all", text) for n, text in enumerate(models.PROMPTS[: amounts.prompts])]
-    done: list[dict[str, Any]] = []
-    for precision in amounts.precisions[: amounts.timed]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    done: dict[str, int] = {}
+
+    def time(precision: str) -> None:
         kept = context.work / f"speed-{precision}.jsonl"
         kept.unlink(missing_ok=True)  # of an earlier check
+        how: dict[str, Any] = {"max_tokens": amounts.max_tokens, "repeats": amounts.repeats, "output": kept}
         with models.open_engine(context, precision) as engine:
             methods = [method for method in amounts.methods if method == "auto" or method in engine.methods]
             for count in range(1, len(prompts) + 1):  # runs that were made are in the file, so each call adds a prompt
-                bench = run_bench(
-                    engine,
-                    prompts[:count],
-                    methods=methods,
-                    max_tokens=amounts.max_tokens,
-                    repeats=amounts.repeats,
-                    output=kept,
-                )
+                bench = run_bench(engine, prompts[:count], methods=methods, **how)
                 found = _summary(bench.runs)
-                rows = [{"precision": precision, "method": name, **row} for name, row in found.items()]
-                report.add(speed=[*done, *rows], prompts={**report.figures.get("prompts", {}), precision: count})
-            done += rows
+                rows[precision] = [{"precision": precision, "method": name, **row} for name, row in found.items()]
+                done[precision] = count
+                report.add(speed=[row for own in rows.values() for row in own], prompts=done)
+
+    for_each(amounts.precisions[: amounts.timed], report, time)
 
 
 def _summary(runs: tuple[Run, ...]) -> dict[str, dict[str, Any]]:
