@@ -182,3 +182,9 @@ def test_one_precision_fails_alone(report: Report) -> None:
     assert done == ["fp16", "int8"]
     assert report.figures["failed"] == {"bf16": "BackendError: no such kernel"}
     for_each(("fp16",), report, work)
+
+
+def test_wide_runs_go_alone(engine: Engine, report: Report) -> None:
+    costs.measure(engine, (1, 64, 65), (1, 2), report)
+    assert [list(row) for row in report.figures["v"]] == [["batch", "1", "64", "65"], ["batch", "1", "64"]]
+    assert report.figures["left_out"] == {}

@@ -17,6 +17,7 @@ from specrun.runtime.session import ModelSession
 CONTEXT = 128  # tokens before the timed ones
 SECONDS = 0.15  # for a batch and width, at most, after two runs that do not count
 MOST_RUNS = 20
+BESIDES = 64  # positions of the widest run of a batch; wider ones, one row alone, stand for batches of short runs
 LOGIT_BYTES = 512 << 20  # of a run; wider ones are left out
 
 
@@ -41,6 +42,8 @@ def measure(engine: Engine, widths: Sequence[int], batches: Sequence[int], repor
         try:
             session = models.open_rows(engine, batch)
             for width in widths:
+                if batch > 1 and width > BESIDES:
+                    continue
                 if batch * width * session.sizes.vocabulary * 4 > LOGIT_BYTES:
                     left_out[f"batch {batch}, width {width}"] = "its logits take too much room"
                     continue

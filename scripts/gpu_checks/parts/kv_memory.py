@@ -17,7 +17,6 @@ from specrun.models_cache.errors import SpecrunError
 from specrun.models_cache.layout import Bundle
 from specrun.runtime.backend import onnxruntime
 from specrun.runtime.engine import Engine
-from specrun.runtime.kv_cache import KVCache
 from specrun.runtime.kv_shape import KVShape
 
 ESSAY_GB = (7.73, 16.90)
@@ -87,7 +86,7 @@ def _take(engine: Engine, batch: int, positions: int, device: str) -> tuple[Any,
         how = f"buffers by themselves, as the runtime runs fewer rows ({error})"
         return _bare(engine.bundle, batch, positions, device), how
     session.cache.reserve(positions)
-    _touch(session.cache)
+    _touch(session.cache.values)
     return session, "the runtime's buffers"
 
 
@@ -95,11 +94,13 @@ def _bare(bundle: Bundle, batch: int, positions: int, device: str) -> list[Any]:
     sizes, kv = bundle.manifest.sizes, bundle.manifest.kv
     shape = [batch, sizes.kv_heads, positions, sizes.head_dim]
     make = onnxruntime().OrtValue.ortvalue_from_shape_and_type
-    return [make(shape, np.dtype(kv.dtype), device, 0) for _ in range(2 * sizes.layers)]
+    values = [make(shape, np.dtype(kv.dtype), device, 0) for _ in range(2 * sizes.layers)]
+    _touch(values)
+    return values
 
 
-def _touch(cache: KVCache) -> None:
+def _touch(values: list[Any]) -> None:
     """Write every buffer of RAM, which counts as taken only then; a device's is taken when it is made."""
-    for value in cache.values:
+    for value in values:
         if value.device_name() == "cpu":
             value.numpy()[:] = 1
