@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpu_checks.context import Context
 from specrun.models_cache.layout import Bundle
 from specrun.runtime.engine import Engine
@@ -52,6 +55,11 @@ def open_rows(engine: Engine, batch: int = 1) -> ModelSession:
     Raises BackendError where this ONNX Runtime, or the device's memory, does not do for so many.
     """
     return engine._open_session(batch, WidthRule())
+
+
+def on_host(logits: Any) -> NDArray[np.float32]:
+    """A copy of a run's logits, which the next run overwrites, wherever they are."""
+    return np.array(np.asarray(logits), np.float32)
 
 
 def text_ids(engine: Engine, count: int) -> list[int]:

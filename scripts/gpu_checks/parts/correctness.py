@@ -62,7 +62,7 @@ def _logits(session: ModelSession, ids: list[int], width: int) -> NDArray[np.flo
     """Logits f32 [len(ids), vocabulary] of a text that is run `width` positions at a time."""
     session.rewind_to(0)
     pieces = [
-        np.array(session.run(ids[start : start + width], rows=len(ids[start : start + width])), np.float32)
+        models.on_host(session.run(ids[start : start + width], rows=len(ids[start : start + width])))
         for start in range(0, len(ids), width)
     ]
     return np.concatenate(pieces)

@@ -91,7 +91,7 @@ def _pinned(session: ModelSession, ids: list[int], width: int) -> dict[str, Any]
     other = _alone(session, ids, width, vocabulary, 104729)
     session.rewind_to(BASE)
     pieces = [
-        np.array(session.run(ids[start : start + width], rows=width), np.float32)
+        models.on_host(session.run(ids[start : start + width], rows=width))
         for start in range(BASE, BASE + COUNT, width)
     ]
     together = np.concatenate(pieces)[:COUNT]
@@ -113,6 +113,6 @@ def _alone(session: ModelSession, ids: list[int], width: int, vocabulary: int, s
     rows = []
     for place in range(BASE, BASE + COUNT):
         junk = [(place * step + step * slot) % vocabulary for slot in range(1, width)]
-        rows.append(np.array(session.run([ids[place], *junk], rows=width)[0], np.float32))
+        rows.append(models.on_host(session.run([ids[place], *junk], rows=width))[0])
         session.rewind_to(place + 1)
     return np.stack(rows)

@@ -86,7 +86,8 @@ def _take(engine: Engine, batch: int, positions: int, device: str) -> tuple[Any,
         how = f"buffers by themselves, as the runtime runs fewer rows ({error})"
         return _bare(engine.bundle, batch, positions, device), how
     session.cache.reserve(positions)
-    _touch(session.cache.values)
+    if device == "cpu":
+        _touch(session.cache.values)
     return session, "the runtime's buffers"
 
 
@@ -95,12 +96,12 @@ def _bare(bundle: Bundle, batch: int, positions: int, device: str) -> list[Any]:
     shape = [batch, sizes.kv_heads, positions, sizes.head_dim]
     make = onnxruntime().OrtValue.ortvalue_from_shape_and_type
     values = [make(shape, np.dtype(kv.dtype), device, 0) for _ in range(2 * sizes.layers)]
-    _touch(values)
+    if device == "cpu":
+        _touch(values)
     return values
 
 
 def _touch(values: list[Any]) -> None:
-    """Write every buffer of RAM, which counts as taken only then; a device's is taken when it is made."""
+    """Write every buffer: RAM counts as taken only then, a device's memory when it is allocated."""
     for value in values:
-        if value.device_name() == "cpu":
-            value.numpy()[:] = 1
+        value.numpy()[:] = 1
