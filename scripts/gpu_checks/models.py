@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -55,6 +57,27 @@ def open_rows(engine: Engine, batch: int = 1) -> ModelSession:
     Raises BackendError where this ONNX Runtime, or the device's memory, does not do for so many.
     """
     return engine._open_session(batch, WidthRule())
+
+
+@contextmanager
+def usable(engine: Engine, methods: Sequence[str]) -> Iterator[list[str]]:
+    """Of the methods that this engine has, those that answer a short request.
+
+    The others raise at the end, so that what the usable ones gave is there; RuntimeError names them.
+    """
+    found, failed = [], {}
+    for method in methods:
+        if method != "auto" and method not in engine.methods:
+            continue
+        try:
+            engine.generate(PROMPTS[0], method=method, max_tokens=4)
+            found.append(method)
+        except Exception as error:  # one head that cannot be loaded takes no other method with it
+            failed[method] = f"{type(error).__name__}: {error}"
+    engine.reset()
+    yield found
+    if failed:
+        raise RuntimeError(f"{', '.join(failed)}: {next(iter(failed.values()))}")
 
 
 def on_host(logits: Any) -> NDArray[np.float32]:

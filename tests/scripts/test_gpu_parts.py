@@ -110,7 +110,15 @@ class Double:
     methods = ("none", "ngram")
     context = 64
     target: Any = None
+    broken = ""
     calibration = Calibration(1, {1: 1.0})
+
+    def generate(self, prompt: str, *, method: str, max_tokens: int) -> None:
+        if method == self.broken:
+            raise BackendError(f"{method} has no kernel")
+
+    def reset(self) -> None:
+        pass
 
     def __enter__(self) -> Double:
         return self
@@ -167,6 +175,25 @@ def test_texts_that_differ(
     assert (report.figures["cases"], report.figures["unequal"]) == (4, 2)
     row = report.figures["verify"][0]
     assert (row["cases"], row["equal"], row["difference"]) == (2, 1, "K 4, greedy, token 3")
+
+
+@pytest.mark.usefixtures("doubles")
+def test_one_method_fails_alone(context: Context, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are verified, and then the part fails by name."""
+    asked: list[tuple[str, ...]] = []
+
+    def verify(engine: object, prompts: object, *, methods: list[str], **options: object) -> Iterator[VerifyCase]:
+        asked.append(tuple(methods))
+        yield VerifyCase(methods[0], 4, "greedy", 1, 8, True, None)
+
+    monkeypatch.setattr(exactness, "verify", verify)
+    monkeypatch.setattr(exactness, "_pinned", lambda session, ids, width: {"width": width})
+    monkeypatch.setattr(Double, "methods", ("none", "ngram", "medusa", "eagle"))
+    monkeypatch.setattr(Double, "broken", "medusa")
+    with pytest.raises(RuntimeError, match=r"int8, fp32: .* medusa: BackendError: medusa has no kernel"):
+        exactness.run(context, report)
+    assert asked == [("ngram", "eagle")] * 2
+    assert report.figures["cases"] == 2
 
 
 def test_one_precision_fails_alone(report: Report) -> None:

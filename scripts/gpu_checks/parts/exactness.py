@@ -32,17 +32,14 @@ def run(context: Context, report: Report) -> None:
                 pinned.append({"precision": precision, **_pinned(session, ids, width)})
                 report.add(pinned_rows=pinned)
             session.cache.close()
-            methods = [method for method in amounts.methods if method in engine.methods and method != "none"]
-            how: dict[str, Any] = {
-                "methods": methods,
-                "draft_lengths": amounts.verify_lengths,
-                "max_tokens": amounts.verify_tokens,
-            }
-            for case in verify(engine, models.PROMPTS[: max(1, amounts.prompts // 2)], **how):
-                cases[precision] = [*cases.get(precision, []), case]
-                exact[precision] = engine.calibration.exactness
-                rows = [row for name, own in cases.items() for row in _by_method(name, own)]
-                report.add(exactness=exact, verify=rows)
+            prompts = models.PROMPTS[: max(1, amounts.prompts // 2)]
+            how: dict[str, Any] = {"draft_lengths": amounts.verify_lengths, "max_tokens": amounts.verify_tokens}
+            with models.usable(engine, [name for name in amounts.methods if name not in ("none", "auto")]) as methods:
+                for case in verify(engine, prompts, methods=methods, **how):
+                    cases[precision] = [*cases.get(precision, []), case]
+                    exact[precision] = engine.calibration.exactness
+                    rows = [row for name, own in cases.items() for row in _by_method(name, own)]
+                    report.add(exactness=exact, verify=rows)
 
     try:
         for_each(amounts.precisions, report, check)

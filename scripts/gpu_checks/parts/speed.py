@@ -23,8 +23,7 @@ def run(context: Context, report: Report) -> None:
         kept = context.work / f"speed-{precision}.jsonl"
         kept.unlink(missing_ok=True)  # of an earlier check
         how: dict[str, Any] = {"max_tokens": amounts.max_tokens, "repeats": amounts.repeats, "output": kept}
-        with models.open_engine(context, precision) as engine:
-            methods = [method for method in amounts.methods if method == "auto" or method in engine.methods]
+        with models.open_engine(context, precision) as engine, models.usable(engine, amounts.methods) as methods:
             for count in range(1, len(prompts) + 1):  # runs that were made are in the file, so each call adds a prompt
                 bench = run_bench(engine, prompts[:count], methods=methods, **how)
                 found = _summary(bench.runs)
