@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from gpu_checks import models
 from gpu_checks.child import Report, for_each
 from gpu_checks.context import DRY, Context
-from gpu_checks.parts import best_of, correctness, costs, exactness, kv_memory
+from gpu_checks.parts import best_of, correctness, costs, exactness, export, kv_memory
 from gpu_checks.random_model import SHAPES, write_bundle
 from specrun.models_cache.errors import BackendError
 from specrun.models_cache.layout import Bundle
@@ -215,3 +216,12 @@ def test_wide_runs_go_alone(engine: Engine, report: Report) -> None:
     costs.measure(engine, (1, 64, 65), (1, 2), report)
     assert [list(row) for row in report.figures["v"]] == [["batch", "1", "64", "65"], ["batch", "1", "64"]]
     assert report.figures["left_out"] == {}
+
+
+def test_one_export_fails_alone(context: Context, report: Report) -> None:
+    amounts = replace(context.amounts, precisions=("int8", "int3"))
+    with pytest.raises(RuntimeError, match="check-int3-cpu could not be exported: UsageError: Unknown precision"):
+        export.run(replace(context, amounts=amounts), report)
+    made = {row["bundle"] for row in report.figures["bundles"]}
+    assert made == {"check-int8-cpu", "check-fp32-cpu", "tiny", "tiny-draft"}
+    assert set(report.figures["failed"]) == {"check-int3-cpu"}

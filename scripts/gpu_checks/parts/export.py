@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from typing import Any
 
 from gpu_checks import models, random_model
@@ -28,7 +29,9 @@ def run(context: Context, report: Report) -> None:
         jobs[shape] = (_write_random, (context, shape))
     rows: list[dict[str, Any]] = []
     failed = {}
-    with ProcessPoolExecutor(min(len(jobs), context.threads or default_threads())) as pool:
+    # Fresh processes: this one has a thread, whose locks a fork would copy as they are.
+    workers = min(len(jobs), context.threads or default_threads())
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting: dict[Future[dict[str, Any]], str] = {
             pool.submit(function, *arguments): name for name, (function, arguments) in jobs.items()
         }
