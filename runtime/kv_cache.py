@@ -63,6 +63,26 @@ class KVCache:
         self.capacity = capacity
         return True
 
+    def fit(self, capacity: int) -> bool:
+        """Let the buffers have this capacity exactly, at least what the rows hold; True if they moved."""
+        if capacity < max(self.lengths):
+            raise ValueError(f"cannot fit {max(self.lengths)} positions into {capacity}")
+        if capacity == self.capacity:
+            return False
+        batch, kv_heads, head_dim = self._shape
+        kept = min(capacity, self.capacity)
+        for index, old in enumerate(self._arrays):  # one at a time, so that the memory is never needed twice
+            new = np.zeros((batch, kv_heads, capacity, head_dim), np.float32)
+            new[:, :, :kept] = old[:, :, :kept]
+            self._arrays[index] = new
+            self.values[index] = onnxruntime().OrtValue.ortvalue_from_numpy(new)
+        self.capacity = capacity
+        return True
+
+    def buffers(self) -> list[NDArray[np.float32]]:
+        """The buffers themselves, key.0, value.0, key.1, ...: of use until they move."""
+        return [*self._arrays]
+
     def part(self, first: int, count: int) -> KVCache:
         """Rows `first` .. `first` + `count` - 1 as a cache over the same memory, with lengths of its own.
 
