@@ -11,7 +11,7 @@ from specrun.runtime.chooser import Chooser
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import Request
-from specrun.runtime.row_pool import PoolRow, RowPool
+from specrun.runtime.row_pool import RowPool
 from specrun.runtime.running import Piece, Running
 from specrun.runtime.target_run import RunAnswer, RunRequest, resume
 
@@ -52,7 +52,7 @@ class BatchRow:
     def __init__(self, engine: Engine, pool: RowPool, slot: int, index: int, running: Running) -> None:
         self.index = index
         self.running = running
-        self.target = PoolRow(pool, slot)
+        self.target = pool.row(slot)
         self.request: RunRequest | None = None
         self._engine = engine
         self._pool = pool
@@ -83,6 +83,10 @@ class BatchRow:
     def advance(self, answer: RunAnswer) -> None:
         """Go on to the next run with the answer to the last one."""
         self._go_to(resume(self._steps, answer))
+
+    def stop(self) -> None:
+        """End the request here, with the text of what was committed."""
+        self._go_to(resume(self._steps, None))
 
     def _go_to(self, step: Piece | RunRequest | None) -> None:
         while isinstance(step, Piece):

@@ -166,7 +166,13 @@ class Chooser:
         if self._options.logprobs is None:
             return Token(token, source)
         top = top_logprobs(logits[row], self._options.logprobs, tokens=self._tokens)
-        return Token(token, source, logprob(logits[row], token, tokens=self._tokens), tuple(top))
+        value = logprob(logits[row], token, tokens=self._tokens)
+        if not self._options.certainties:
+            return Token(token, source, value, tuple(top))
+        # The mean over the vocabulary of -log(V p), with log p(x) = logit(x) - logit(token) + log p(token).
+        mean = float(logits[row, : self._tokens].mean(dtype=np.float64))
+        certainty = float(logits[row, token]) - value - mean - math.log(self._tokens)
+        return Token(token, source, value, tuple(top), certainty)
 
     def _banned(self, position: int) -> tuple[int, ...] | None:
         number = position - self._prompt_length + 1

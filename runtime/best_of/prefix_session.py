@@ -16,7 +16,7 @@ from specrun.models_cache.errors import BackendError, ContextLengthError
 from specrun.models_cache.layout import Bundle
 from specrun.runtime.backend import first_line
 from specrun.runtime.kv_cache import KVCache
-from specrun.runtime.session import MAX_FRAMES, WIDEST_BARE, Frame, WidthRule, check_graph
+from specrun.runtime.session import MAX_FRAMES, SPARE, WIDEST_BARE, Frame, WidthRule, check_graph
 
 SINK: Final = 1
 """The slot of a row that stands for the prefix: a zero key and a zero value, before its own tokens."""
@@ -68,10 +68,19 @@ class PrefixSession:
 
     @property
     def batch_features(self) -> NDArray[np.float32]:
-        """Features f32 [batch, positions, taps x hidden] of the last run, padding included; the next overwrites them."""
+        """Features f32 [batch, positions, taps x hidden] of the last run, padding included; the next replaces them."""
         if self._last is None:
             return np.empty((self.cache.batch, 0, self._feature_width), np.float32)
         return self._last.features
+
+    @property
+    def spare(self) -> int:
+        """Slots of a row beyond its tokens, for what a run is padded by: `SPARE`, and what fills groups of queries."""
+        return SPARE + 2 * (self._groups - 1)
+
+    @property
+    def _groups(self) -> int:
+        return -(-self._threads // self.sizes.kv_heads)
 
     def over(self, cache: KVCache) -> PrefixSession:
         """Another session behind the same prefix, over these buffers."""
@@ -107,7 +116,7 @@ class PrefixSession:
         another order.
         """
         multiple, batch, sizes = self.width_rule.multiple, self.cache.batch, self.sizes
-        groups = -(-self._threads // sizes.kv_heads)
+        groups = self._groups
         queries = batch * sizes.heads // sizes.kv_heads
         positions = longest
         while positions * batch % multiple or positions * queries % groups or positions * queries < 2 * groups:
