@@ -20,6 +20,7 @@ from specrun.runtime.batch_size import memory_for_rows
 from specrun.runtime.batch_stats import BatchStats
 from specrun.runtime.best_of.candidates import Candidate, Score
 from specrun.runtime.best_of.likelihood import LogprobScore
+from specrun.runtime.best_of.limits import MOST_ROWS, MOST_SAMPLES, TEMPERATURE
 from specrun.runtime.best_of.prefix_pool import PrefixPool
 from specrun.runtime.best_of.prefix_session import SINK, Prefix
 from specrun.runtime.best_of.result import (
@@ -42,11 +43,7 @@ if TYPE_CHECKING:
     from specrun.runtime.best_of.prefix_graph import PrefixGraph
     from specrun.runtime.engine import Engine, Prompt
 
-TEMPERATURE: Final = 0.8
-"""Of requests that name none."""
 _OWN: Final = ("n", "score", "prune", "budget_tokens", "budget_s", "certainties", "right", "progress")
-MOST_SAMPLES: Final = 1024
-MOST_ROWS: Final = 64
 _KEPT_KS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
