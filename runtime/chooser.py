@@ -165,7 +165,8 @@ class Chooser:
         """A token that a row of logits f32 [rows, V] decided, with log-probabilities if the request asks for them."""
         if self._options.logprobs is None:
             return Token(token, source)
-        top = top_logprobs(logits[row], self._options.logprobs, tokens=self._tokens)
+        wanted = self._options.logprobs
+        top = top_logprobs(logits[row], wanted, tokens=self._tokens) if wanted else []
         value = logprob(logits[row], token, tokens=self._tokens)
         if not self._options.certainties:
             return Token(token, source, value, tuple(top))
