@@ -5,8 +5,8 @@ python tests/bench/best_of.py --model smollm2-135m --prompt-tokens 768 --max-tok
 For each N in turn, round after round of `--repeats`: N plain requests one after another, each reading the prompt anew
 (`separate`) and, as `generate --n` does, with the prompt's keys and values kept (`kept`), both as the fastest loop
 there is (width 1 without padding: the stricter baseline); best-of without drafting; best-of with it. The fastest run
-of each counts. Samples have the same lengths everywhere: end-of-text ids are ordinary tokens. The texts of both best-of runs
-are compared.
+of each counts. Samples
+have the same lengths everywhere: end-of-text ids are ordinary tokens. The texts of both best-of runs are compared.
 """
 
 from __future__ import annotations
