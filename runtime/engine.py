@@ -20,6 +20,7 @@ from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.async_stream import AsyncStream, Worker
 from specrun.runtime.backend import default_threads, most_threads
+from specrun.runtime.best_of.calls import BestOfCalls
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
@@ -49,7 +50,7 @@ STEEPEST: Final = 8.0
 """How many times the time a byte of weights takes a byte of KV may take: attention reads it less evenly."""
 
 
-class Engine:
+class Engine(BestOfCalls):
     """A loaded model. Safe to share between threads: requests run one after another.
 
     >>> with Engine.load("smollm2-135m") as engine:                       # doctest: +SKIP
@@ -73,7 +74,7 @@ class Engine:
             raise UsageError(f"context must be 2 or more, not {context}.")
         manifest = bundle.manifest
         self.bundle = bundle
-        self.threads = threads or default_threads()
+        self.threads, self.device = threads or default_threads(), device
         self.context = min(context or manifest.sizes.context, manifest.sizes.context)
         self.tokenizer = Tokenizer.from_bundle(bundle)
         self.grammars = Grammars(self.tokenizer)
@@ -302,6 +303,7 @@ class Engine:
             self._closed = True
             self.worker.close()
             self.target.close()
+            self.close_prefix_graph()
             self.drafting.close()
             del self._open_session  # it holds the target's weights
 

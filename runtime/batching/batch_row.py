@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specrun.models_cache.errors import UsageError
 from specrun.runtime.batching.row_drafts import RowDrafts
-from specrun.runtime.batching.row_pool import PoolRow, RowPool
+from specrun.runtime.batching.row_pool import RowPool
 from specrun.runtime.batching.row_proposer import RowProposer
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.proposal import EMPTY, Proposal
@@ -57,7 +57,7 @@ class BatchRow:
         """drafts: what drafts for the rows of the batch."""
         self.index = index
         self.running = running
-        self.target = PoolRow(pool, slot)
+        self.target = pool.row(slot)
         self.request: RunRequest | None = None
         self._engine = engine
         self._pool = pool
@@ -94,6 +94,10 @@ class BatchRow:
     def advance(self, answer: RunAnswer) -> None:
         """Go on to the next run with the answer to the last one."""
         self._go_to(resume(self._steps, answer))
+
+    def stop(self) -> None:
+        """End the request here, with the text of what was committed."""
+        self._go_to(resume(self._steps, None))
 
     def _go_to(self, step: Piece | RunRequest | None) -> None:
         while isinstance(step, Piece):

@@ -24,6 +24,7 @@ from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.heads import HEAD_METHODS
 from specrun.runtime.proposers.combined import Lift
 from specrun.runtime.proposers.draft import DraftReader
+from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import Request
 from specrun.runtime.speculator import MedusaSession
 
@@ -46,16 +47,21 @@ class RowDrafts:
         self._groups: dict[str, DraftingGroup] = {}
         self._lifts: dict[tuple[str, int], Lift] = {}
 
-    def proposer(self, request: Request, chooser: Chooser) -> RowProposer | None:
-        """The proposer of a request, None for plain decoding."""
+    def proposer(
+        self, request: Request, chooser: Chooser, ngrams: Callable[[Request], OfferedNgrams] | None = None
+    ) -> RowProposer | None:
+        """The proposer of a request, None for plain decoding. ngrams: if not over its own text and earlier ones."""
         base, _, second = str(request.method).partition("+")
         fixed = request.options.draft_length
         if base == "none" or fixed == 0:
             return None
         ngram = None
         if "ngram" in (base, second):
-            ngram = self._engine.drafting.offered_ngrams(request, self._engine.prediction(request))
+            ngram = (ngrams or self._ngrams)(request)
         return RowProposer(ngram, None if base == "ngram" else self._group(base).row(request, chooser), chooser, fixed)
+
+    def _ngrams(self, request: Request) -> OfferedNgrams:
+        return self._engine.drafting.offered_ngrams(request, self._engine.prediction(request))
 
     def held(self, proposer: RowProposer | None, prompt: Sequence[int]) -> int | None:
         """Up to which position of the prompt the row's head needs no features; None if that is all the same to it."""

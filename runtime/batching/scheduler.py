@@ -10,7 +10,7 @@ ones do not pay for those that ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from specrun.models_cache.errors import BackendError, SpecrunError
 from specrun.runtime.batching.batch_costs import BatchCosts
@@ -33,15 +33,27 @@ class Scheduler:
     """Runs requests in the rows of one pool; the engine is held by the caller.
 
     memory: bytes that the positions of the rows may take, None for any number. A request that has to wait for it waits
-    until rows have ended; one alone always runs.
+    until rows have ended; one alone always runs. pool: the rows, where they are not the target's own; make_row: what a
+    request is in one. before_round is called before each round; a request that is cancelled by then ends there.
     """
 
     def __init__(
-        self, engine: Engine, rows: int, costs: BatchCosts, stats: BatchStats, *, memory: int | None = None
+        self,
+        engine: Engine,
+        rows: int,
+        costs: BatchCosts,
+        stats: BatchStats,
+        *,
+        memory: int | None = None,
+        pool: RowPool | None = None,
+        make_row: Callable[[Engine, RowPool, int, int, Running, RowDrafts], BatchRow] = BatchRow,
+        before_round: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
-        self._pool = RowPool(engine.target, rows)
+        self._pool = pool or RowPool(engine.target, rows)
         self._drafts = RowDrafts(engine, rows)
+        self._make_row = make_row
+        self._before_round = before_round
         self._size = rows
         self._costs = costs
         self._stats = stats
@@ -57,8 +69,11 @@ class Scheduler:
                 yield from self._fill(incoming)
                 if not self._rows:
                     return
-                self._close_ranks()
-                yield from self._round()
+                self._before_round()
+                yield from self._stop_cancelled()
+                if self._rows:
+                    self._close_ranks()
+                    yield from self._round()
         finally:
             for row in (*self._rows, *([] if self._newcomer is None else [self._newcomer])):
                 row.close()
@@ -82,7 +97,8 @@ class Scheduler:
                     self._waiting = index, running
                 if not self._fits(self._waiting[1]):
                     return
-                self._newcomer = BatchRow(self._engine, self._pool, self._free_slot(), *self._waiting, self._drafts)
+                slot = self._free_slot()
+                self._newcomer = self._make_row(self._engine, self._pool, slot, *self._waiting, self._drafts)
                 self._waiting = None
             row = self._newcomer
             try:
@@ -100,7 +116,7 @@ class Scheduler:
             elif not row.request.prefill:
                 self._newcomer = None
                 self._rows.append(row)
-            if 2 * len(self._rows) >= self._size:
+            if 2 * len(self._rows) >= self._size and not self._pool.read:
                 return
 
     def _read(self, row: BatchRow) -> None:
@@ -158,6 +174,13 @@ class Scheduler:
         self._costs.note_rest(count, rest)
         self._stats.count_round(rows=len(rows), width=width, run_s=seconds, draft_s=draft_s, rest_s=rest)
         yield from ended
+
+    def _stop_cancelled(self) -> Generator[Finished]:
+        """End the rows whose requests were cancelled."""
+        for row in [row for row in self._rows if row.running.cancelled.is_set()]:
+            self._rows.remove(row)
+            row.stop()
+            yield self._ended(row)
 
     def _close_ranks(self) -> None:
         """Move rows into free places before them, unless a newcomer is on its way into one."""
