@@ -28,7 +28,7 @@ from specrun.models_cache.errors import (
     UsageError,
 )
 from specrun.models_cache.integrity import check_sizes, problems_error
-from specrun.models_cache.manifest import MANIFEST_NAME, Manifest, check_links, read_manifest
+from specrun.models_cache.manifest import MANIFEST_NAME, SHARED_GRAPH, Manifest, check_links, read_manifest
 
 if TYPE_CHECKING:
     from specrun.models_cache.reward import RewardBundle
@@ -55,8 +55,12 @@ class Bundle:
 
     @property
     def target_digest(self) -> str:
-        """What the graphs compute, as a sha256 (hex): that of the names and digests of the graphs and their data."""
-        names = {name for graph in self.manifest.graphs.values() for name in (graph.file, *graph.data)}
+        """What the graphs compute, as a sha256 (hex): that of the names and digests of the graphs and their data.
+
+        The graph of best-of-N does not count: with it or without, what was made for the others is as good.
+        """
+        graphs = [graph for name, graph in self.manifest.graphs.items() if name != SHARED_GRAPH]
+        names = {name for graph in graphs for name in (graph.file, *graph.data)}
         lines = [f"{name} {self.manifest.files[name].sha256}" for name in sorted(names)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

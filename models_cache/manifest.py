@@ -17,6 +17,8 @@ from specrun.models_cache.strictjson import StrictJsonError, decode, parse_objec
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 REWARD_KIND = "reward"
+SHARED_GRAPH = "target_shared"
+"""The graph of best-of-N, for rows behind one prefix. Bundles made before it was there lack it."""
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_FILE_BYTES = 1 << 42
 MAX_SIZE = (1 << 31) - 1
@@ -133,7 +135,7 @@ class Manifest:
     family: str
     sizes: Sizes
     special_ids: SpecialIds
-    graphs: dict[str, GraphSpec]  # "target", "target_batch1"
+    graphs: dict[str, GraphSpec]  # "target", "target_batch1", perhaps "target_shared"
     precision: dict[str, str]  # part ("embedding", "attention", "mlp", "head", "requested") -> precision
     kv: KVSpec
     source: SourceInfo

@@ -20,6 +20,7 @@ from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.async_stream import AsyncStream, Worker
 from specrun.runtime.backend import default_threads, most_threads
+from specrun.runtime.best_of.calls import BestOfCalls
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
@@ -31,7 +32,8 @@ from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.predicted_text import PredictedText
-from specrun.runtime.proposal import Proposer
+from specrun.runtime.proposal import Proposer, TakesLogits
+from specrun.runtime.proposers.within_grammar import WithinGrammar
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
 from specrun.runtime.round_costs import RoundCosts
@@ -48,7 +50,7 @@ STEEPEST: Final = 8.0
 """How many times the time a byte of weights takes a byte of KV may take: attention reads it less evenly."""
 
 
-class Engine:
+class Engine(BestOfCalls):
     """A loaded model. Safe to share between threads: requests run one after another.
 
     >>> with Engine.load("smollm2-135m") as engine:                       # doctest: +SKIP
@@ -72,7 +74,7 @@ class Engine:
             raise UsageError(f"context must be 2 or more, not {context}.")
         manifest = bundle.manifest
         self.bundle = bundle
-        self.threads = threads or default_threads()
+        self.threads, self.device = threads or default_threads(), device
         self.context = min(context or manifest.sizes.context, manifest.sizes.context)
         self.tokenizer = Tokenizer.from_bundle(bundle)
         self.grammars = Grammars(self.tokenizer)
@@ -301,6 +303,7 @@ class Engine:
             self._closed = True
             self.worker.close()
             self.target.close()
+            self.close_prefix_graph()
             self.drafting.close()
             del self._open_session  # it holds the target's weights
 
@@ -357,7 +360,10 @@ class Engine:
 
     def proposer(self, request: Request, chooser: Chooser) -> Proposer | None:
         """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
-        return self.drafting.proposer(request, chooser, self._costs, self.prediction(request))
+        proposer = self.drafting.proposer(request, chooser, self._costs, self.prediction(request))
+        if proposer is None or request.constraint is None or isinstance(proposer, TakesLogits):
+            return proposer
+        return WithinGrammar(proposer, chooser)
 
     def prediction(self, request: Request) -> PredictedText | None:
         """The text that a request says is likely to come, for methods that copy."""
