@@ -14,7 +14,7 @@ from specrun.cli.main import INTERRUPTED
 from specrun.cli.opening import open_engine
 from specrun.cli.options import engine_values, request_values, sampled_options
 from specrun.cli.output import EXACTNESS, echo_json, end_text, is_terminal, note, progress_line, write_text
-from specrun.cli.scores import parse_score
+from specrun.cli.scores import SCORES_HELP, parse_score
 
 if TYPE_CHECKING:
     from specrun.runtime.best_of import BestOfResult, Candidate
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     default="logprob",
     show_default=True,
     metavar="SCORE",
-    help="What chooses. logprob: the mean log-probability of the tokens; certainty: how decided the model was.",
+    help=f"What chooses. {SCORES_HELP}",
 )
 @click.option("--all", "show_all", is_flag=True, help="Show all samples, best first, each with its score on stderr.")
 @click.option(
@@ -108,6 +108,8 @@ def best_of(
     else:
         _show(result, show_all)
     note(_summary(result))
+    for said in getattr(score, "notes", ()):
+        note(said)
     if stats:
         note(_stats(result))
     if interrupt.came:
