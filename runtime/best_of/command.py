@@ -63,9 +63,8 @@ class CommandScore:
                 _kill(process)
             if code:
                 said = _start(err).strip().splitlines()
-                raise ScoreError(
-                    f"{what} fails with exit code {code} for candidate {candidate.index}: {said[-1] if said else ''!s}"
-                )
+                reason = f": {said[-1]}" if said else "."
+                raise ScoreError(f"{what} fails with exit code {code} for candidate {candidate.index}{reason}")
             text = _start(out).strip()
         try:
             number = float(text)
