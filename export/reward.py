@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from specrun.export.bundle import bundle_name
 from specrun.export.config_keys import read_config
 from specrun.export.tokenizer import TokenizerFiles, tokenizer_files
 from specrun.models_cache.errors import BackendError, SpecrunError, UnsupportedModelError, UsageError
-from specrun.models_cache.manifest import GraphSpec, SourceInfo, TensorSpec
+from specrun.models_cache.manifest import GraphSpec, SourceInfo, SpecialIds, TensorSpec
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.models_cache.reward import (
     GRAPH,
@@ -131,7 +132,7 @@ def write_reward(
         tokens=tokenizer.tokens,
         context=context,
         pad=pad,
-        special_ids=tokenizer.special_ids,
+        special_ids=_within(tokenizer.special_ids, vocabulary),
         source=SourceInfo(fetched.name, fetched.kind, fetched.files, licence if isinstance(licence, str) else None),
         error=error,
     )
@@ -162,12 +163,18 @@ def _quiet() -> Iterator[None]:
     """Without the progress bars, warnings and log lines of the packages that do the work."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
+    bars = sys.modules.get("transformers.utils.logging")
+    shown = bars is not None and bars.is_progress_bar_enabled()
+    if bars is not None and shown:
+        bars.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+        if bars is not None and shown:
+            bars.enable_progress_bar()
 
 
 def _load(fetched: FetchedSource) -> Any:
@@ -240,6 +247,13 @@ def _settle_padding(model: Any, tokenizer: TokenizerFiles, vocabulary: int) -> i
         return pad
     model.config.pad_token_id = vocabulary
     return None
+
+
+def _within(ids: SpecialIds, vocabulary: int) -> SpecialIds:
+    """The ids that the model has: configurations carry defaults of other vocabularies along."""
+    bos = ids.bos if ids.bos is not None and ids.bos < vocabulary else None
+    pad = ids.pad if ids.pad is not None and ids.pad < vocabulary else None
+    return SpecialIds(bos, tuple(eos for eos in ids.eos if eos < vocabulary), pad, ids.add_bos and bos is not None)
 
 
 def _export(model: Any, folder: Path, name: str) -> tuple[str, ...]:

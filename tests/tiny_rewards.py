@@ -114,7 +114,7 @@ def _write_graph(path: Path, table: np.ndarray, inputs: Sequence[str]) -> None:
 def tiny_classifier(
     labels: int = 1, *, seed: int = 0, context: int = 256, pad: int | None = 299, kind: str = "llama"
 ) -> Any:
-    """A small classifier of random weights over the tiny tokenizer: llama, or bert (an encoder with token types)."""
+    """A small classifier of random weights over the tiny tokenizer: llama, gpt2, or the encoders bert and roberta."""
     import torch
     import transformers
 
@@ -132,6 +132,11 @@ def tiny_classifier(
     }
     if kind == "bert":
         return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).eval()
+    if kind == "roberta":
+        return transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**sizes)).eval()
+    if kind == "gpt2":
+        own = {"n_positions": context, "n_embd": 32, "n_layer": 2, "n_head": 4, "eos_token_id": 257}
+        return transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, **own)).eval()
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, bos_token_id=None, eos_token_id=257)
     return transformers.LlamaForSequenceClassification(config).eval()
 

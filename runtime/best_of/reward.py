@@ -179,7 +179,6 @@ class _Format:
         except Exception as error:  # the library raises a bare Exception
             raise IntegrityError(f"tokenizer.json is not valid ({error}): export the model again") from error
         self._pair.no_padding()
-        self._pair.no_truncation()
         self._lock = threading.Lock()
 
     def encode(self, prompt: str, text: str, limit: int | None) -> tuple[list[int], list[int]]:
@@ -207,9 +206,16 @@ class _Format:
         except UnicodeEncodeError:
             raise UsageError("prompt or answer is not valid Unicode (a lone surrogate): read it as UTF-8") from None
         with self._lock:
-            if limit is not None:
-                self._pair.enable_truncation(limit, strategy="longest_first", direction="left")
-            found = self._pair.encode(prompt, text)
+            try:
+                if limit is None:
+                    self._pair.no_truncation()
+                else:
+                    self._pair.enable_truncation(limit, strategy="longest_first", direction="left")
+                found = self._pair.encode(prompt, text)
+            except Exception as error:  # the library raises a bare Exception, as for a limit that holds no text
+                raise ScoreError(
+                    f"The tokenizer of {self._bundle.manifest.name} cannot join prompt and answer: {first_line(error)}"
+                ) from error
         return list(found.ids), list(found.type_ids)
 
 

@@ -38,6 +38,8 @@ from specrun.runtime.best_of import sandbox_program, sandbox_walls
 from specrun.runtime.best_of.answers import python_program
 
 _MOST_REPORT: Final = 1 << 18
+_START_SECONDS: Final = 60.0
+_TICK: Final = 0.05
 # Of a machine with many cores, libraries would start more threads than there may be processes.
 _ENVIRONMENT: Final = {"LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _PARTS: Final = "from __future__ import annotations\n"
@@ -210,11 +212,11 @@ def run_in_sandbox(solution: str, tests: UnitTests, limits: Limits | None = None
     }
     with tempfile.TemporaryDirectory(prefix="specrun-tests-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o777)
-        report = _run(json.dumps(spec).encode("ascii"), folder, limits.seconds)
+        report = _run(json.dumps(spec).encode("ascii"), folder, limits.seconds, token.encode("ascii"))
     return _outcome(report, token, tests.total)
 
 
-def _run(spec: bytes, folder: str, seconds: float) -> tuple[bytes, bool]:
+def _run(spec: bytes, folder: str, seconds: float, token: bytes) -> tuple[bytes, bool]:
     """What the program reported, and whether it ended in time."""
     results, write_end = os.pipe()
     try:
@@ -239,7 +241,7 @@ def _run(spec: bytes, folder: str, seconds: float) -> tuple[bytes, bool]:
             os.close(write_end)
             write_end = -1
         try:
-            return _read(results, process, time.monotonic() + seconds)
+            return _read(results, process, seconds, token)
         finally:
             _end(process)
     finally:
@@ -248,17 +250,23 @@ def _run(spec: bytes, folder: str, seconds: float) -> tuple[bytes, bool]:
             os.close(write_end)
 
 
-def _read(results: int, process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bool]:
-    report = b""
-    while (left := deadline - time.monotonic()) > 0:
+def _read(results: int, process: subprocess.Popen[bytes], seconds: float, token: bytes) -> tuple[bytes, bool]:
+    """The clock begins with the first report, and stands still while this process, and so perhaps all, is stopped."""
+    report, used, started, last = b"", 0.0, False, time.monotonic()
+    while used < (seconds if started else _START_SECONDS):
         ended = process.poll() is not None
-        if select.select([results], [], [], 0 if ended else min(left, 0.05))[0]:
+        if select.select([results], [], [], 0 if ended else _TICK)[0]:
             block = os.read(results, 1 << 16)
             report += block
             if not block or len(report) > _MOST_REPORT:
                 return report, True
         elif ended:  # something that it started may hold the pipe open
             return report, True
+        now = time.monotonic()
+        used += min(now - last, 5 * _TICK)
+        last = now
+        if not started and token in report:
+            started, used = True, 0.0
     return report, False
 
 
@@ -293,7 +301,8 @@ def _outcome(found: tuple[bytes, bool], token: str, total: int) -> Outcome:
         elif word in ("fail", "broken") and reason is None:
             reason = said if word == "fail" else more
     if not started:
-        raise ScoreError("The sandbox does not start: Python cannot be run in isolated mode (-I) here.")
+        why = "Python cannot be run in isolated mode (-I) here" if in_time else "the machine is too busy"
+        raise ScoreError(f"The sandbox does not start: {why}.")
     if reason is None and len(passed) < total:
         reason = "it ended before the tests did" if in_time else "it took too long"
     return Outcome(len(passed), total, walled, reason if len(passed) < total else None)

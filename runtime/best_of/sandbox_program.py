@@ -26,7 +26,8 @@ def run_tests(spec: dict[str, Any], results: int) -> None:
     leave, write, run, compiled = os._exit, os.write, exec, compile
     token = spec.pop("token")
     kind, tests, entry = spec["kind"], spec["tests"], spec["entry_point"]
-    case_result = unittest.TestResult
+    case_result, modules = unittest.TestResult, dict(sys.modules)
+    classes = [(owner, dict(vars(owner))) for owner in (unittest.TestCase, unittest.TestResult)]
     pristine = dict(vars(builtins))
 
     def say(line: str, write: Callable[[int, bytes], int] = write) -> None:
@@ -52,6 +53,11 @@ def run_tests(spec: dict[str, Any], results: int) -> None:
         say(f"broken {type(error).__name__}: {error}")
         leave(0)
 
+    sys.modules.update(modules)
+    for owner, parts in classes:
+        for name, part in parts.items():
+            if name not in ("__dict__", "__weakref__"):
+                setattr(owner, name, part)
     if kind == "asserts":
         for source, step in zip(tests, steps, strict=True):
             try:

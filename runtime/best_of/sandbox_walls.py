@@ -28,7 +28,7 @@ class _MountAttributes(ctypes.Structure):
 def close_off(disk_bytes: int) -> bool:
     """Move this process, and the children that it forks from now on, out of the network and into a file system that
     is read-only but for /tmp, an empty one in memory, which becomes the current folder. /run, where sockets of the
-    user's services lie, is empty as well.
+    user's services lie, is empty as well. Where Python itself lies below /tmp, the current folder is taken instead.
 
     False where the system does not let it; then nothing has changed.
     """
@@ -61,14 +61,17 @@ def _move(libc: Any, spaces: int, user: int, group: int, disk_bytes: int) -> boo
     read_only = _MountAttributes(1 | _NOSUID, 0, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(read_only))
     flags = ctypes.c_ulong(_NOSUID | _NODEV)
+    needed = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path)]
+    folder = os.getcwd() if any(path.startswith("/tmp/") for path in needed) else "/tmp"
+    space = f"size={disk_bytes},nr_inodes=4096,mode=0777".encode()
     done: bool = (
         libc.mount(None, b"/", None, ctypes.c_ulong(_REC | _PRIVATE), None) == 0
         and libc.syscall(_MOUNT_SETATTR, -100, b"/", 0x8000, ctypes.byref(read_only), size) == 0
-        and libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, f"size={disk_bytes},nr_inodes=4096,mode=0777".encode()) == 0
+        and libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, space) == 0
         and (not os.path.isdir("/run") or libc.mount(b"tmpfs", b"/run", b"tmpfs", flags, b"size=4096,mode=0555") == 0)
     )
     if done:
-        os.chdir("/tmp")
+        os.chdir(folder)
     return done
 
 

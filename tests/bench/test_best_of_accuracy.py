@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from specrun.models_cache.errors import UsageError
 from specrun.runtime.best_of import Candidate
 
-from .best_of_accuracy import Sampled, collect, main, rate, read_lines, read_questions, reports
+from .best_of_accuracy import Sampled, best_of_sampler, collect, main, rate, read_lines, read_questions, reports
 
 MATHS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(4)]
 CODE = [
@@ -92,6 +93,7 @@ def test_the_whole_of_it_on_a_tiny_model(tiny: str, tmp_path: Path, capsys: pyte
     questions = write(tmp_path / "q", MATHS)
     output, report = tmp_path / "out.jsonl", tmp_path / "report.json"
     arguments = ["gsm8k", str(questions), "--output", str(output), "--model", tiny, "--n", "4", "--max-tokens", "8"]
+    arguments += ["--sampler", "batch"]
     main([*arguments, "--limit", "2", "--threads", "1"])
     head, *lines = map(json.loads, output.read_text().splitlines())
     assert (head["temperature"], head["seed"], len(lines)) == (0.8, 0, 2)
@@ -103,3 +105,26 @@ def test_the_whole_of_it_on_a_tiny_model(tiny: str, tmp_path: Path, capsys: pyte
     assert output.read_bytes() == before
     assert set(json.loads(report.read_text())["reports"]) == {"vote", "logprob"}
     assert "score: vote" in capsys.readouterr().out
+
+
+def test_samples_of_best_of() -> None:
+    """The contract with `Engine.best_of`."""
+    asked: dict[str, Any] = {}
+
+    class Stub:
+        def best_of(self, prompt: str, **options: Any) -> Any:
+            asked.update(options, prompt=prompt)
+            return SimpleNamespace(candidates=sampled("a", "b").candidates, usage=SimpleNamespace(prompt_tokens=7))
+
+    sample = best_of_sampler(Stub(), 2, max_tokens=5, temperature=0.8, seed=3)  # type: ignore[arg-type]
+    found = sample("why?")
+    assert (found.prompt_tokens, [row.text for row in found.candidates]) == (7, ["a", "b"])
+    assert asked == {
+        "prompt": "why?",
+        "n": 2,
+        "certainties": True,
+        "max_tokens": 5,
+        "temperature": 0.8,
+        "seed": 3,
+        "method": "auto",
+    }

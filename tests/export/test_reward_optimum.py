@@ -161,3 +161,16 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(UnsupportedModelError, match="tokenizer has 301 tokens and the model only 300"):
         export_reward(str(source))
+
+
+@pytest.mark.parametrize(("kind", "pad", "context"), [("llama", 299, 48), ("gpt2", None, 48), ("roberta", 1, 46)])
+def test_a_text_as_long_as_the_context(tmp_path: Path, kind: str, pad: int | None, context: int) -> None:
+    """Positions of some encoders begin behind the padding id, and so their table holds fewer than it has rows."""
+    model = tiny_classifier(kind=kind, pad=pad, context=48)
+    bundle = export_reward(str(write_classifier(tmp_path / "judge", model)))
+    assert bundle.manifest.context == context
+    pair = ("long " * 20, "answer " * 20)
+    with RewardScore(bundle, threads=1, truncate=True) as score:
+        ids = score._format.encode(*pair, context)[0]
+        assert len(ids) == context
+        assert score.rewards([pair]) == pytest.approx(source_logits(model, [ids])[0], abs=1e-4)

@@ -149,7 +149,7 @@ def test_nothing_is_written_outside(tmp_path: Path, walls_here: bool) -> None:
         "written = 0\nfor place in places:\n    try:\n        open(place, 'w').write('hit')\n        written += 1\n"
         "    except OSError:\n        continue\n"
         f"try:\n    os.remove({str(victim)!r})\n    written += 1\nexcept OSError:\n    written += 0\n"
-        "import tempfile\nopen('inside', 'w').write('fine')\nopen('/tmp/too', 'w').write('fine')\n"
+        "import tempfile\nopen('inside', 'w').write('fine')\n"
         "tempfile.NamedTemporaryFile('w').write('fine')\n"
         "def f(x):\n    assert written == 0, written\n    assert open('inside').read() == 'fine'\n    return x + 1\n"
     )
@@ -237,6 +237,26 @@ def test_the_environment_is_empty_and_stdin_is_closed(monkeypatch: pytest.Monkey
 def test_cheats_do_not_pass(cheat: str) -> None:
     tests = "def check(candidate):\n    assert abs(candidate(1) - 2) < 1e-6\n    assert all([candidate(2) == 3])\n"
     assert run(cheat + "def f(x):\n    return 7\n", read_tests(tests, "f")).passed == 0
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\n",
+        "import unittest\nunittest.TestCase.run = unittest.TestCase.__call__ = lambda self, found: found\n",
+        "import unittest\nunittest.TestResult.wasSuccessful = lambda self: True\n",
+        "import sys, types\nfake = types.ModuleType('unittest')\n"
+        "class TestCase:\n    def __init__(self, name): pass\n"
+        "    def run(self, found): found.testsRun = 1\n"
+        "fake.TestCase = TestCase\nsys.modules['unittest'] = fake\n",
+    ],
+)
+def test_cheats_with_unittest_do_not_pass(cheat: str) -> None:
+    tests = (
+        "import unittest\nclass FTest(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(f(1), 2)\n"
+    )
+    assert run(cheat + "def f(x):\n    return 7\n", read_tests(tests)).passed == 0
+    assert run(cheat + GOOD, read_tests(tests)).passed == 1
 
 
 def test_a_flood_of_reports_is_cut() -> None:
