@@ -16,6 +16,7 @@ from specrun.runtime.batching.eagle_forest import EagleForest
 from specrun.runtime.batching.eagle_rows import EagleRows
 from specrun.runtime.batching.joint_width import JointPlan, joint_plan
 from specrun.runtime.batching.medusa_rows import MedusaRows
+from specrun.runtime.batching.ngram_turns import NgramTurns
 from specrun.runtime.batching.row_proposer import RowProposer
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.draft_length import MAX_DRAFT_LENGTH
@@ -46,6 +47,7 @@ class RowDrafts:
         self._rows = rows
         self._groups: dict[str, DraftingGroup] = {}
         self._lifts: dict[tuple[str, int], Lift] = {}
+        self.turns = NgramTurns()
 
     def proposer(
         self, request: Request, chooser: Chooser, ngrams: Callable[[Request], OfferedNgrams] | None = None
@@ -58,7 +60,9 @@ class RowDrafts:
         ngram = None
         if "ngram" in (base, second):
             ngram = (ngrams or self._ngrams)(request)
-        return RowProposer(ngram, None if base == "ngram" else self._group(base).row(request, chooser), chooser, fixed)
+        return RowProposer(
+            ngram, None if base == "ngram" else self._group(base).row(request, chooser), chooser, fixed, self.turns
+        )
 
     def _ngrams(self, request: Request) -> OfferedNgrams:
         return self._engine.drafting.offered_ngrams(request, self._engine.prediction(request))

@@ -16,7 +16,7 @@ from specrun.models_cache.errors import BackendError, SpecrunError
 from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.batching.batch_row import BatchRow
 from specrun.runtime.batching.batch_stats import BatchStats
-from specrun.runtime.batching.joint_width import joint_width
+from specrun.runtime.batching.joint_width import joint_plan, joint_width
 from specrun.runtime.batching.row_drafts import RowDrafts
 from specrun.runtime.batching.row_pool import RowPool
 from specrun.runtime.draft_length import MAX_DRAFT_LENGTH
@@ -54,6 +54,7 @@ class Scheduler:
         self._drafts = RowDrafts(engine, rows)
         self._make_row = make_row
         self._before_round = before_round
+        self._lookup_s = 0.0  # what looking up the n-grams that wait took
         self._size = rows
         self._costs = costs
         self._stats = stats
@@ -141,6 +142,8 @@ class Scheduler:
         def cost(width: int) -> float:
             return self._costs.round(count, width)
 
+        copied = joint_plan([row.chances for row in rows], cost, most=most_width)
+        self._drafts.turns.count_round(copied.expected * cost(1) / (len(rows) * (copied.seconds + self._lookup_s)))
         draft_s = self._drafts.draft([row.drafting for row in rows], cost, most=most_width)
         least = max(row.least_width for row in rows)
         width = joint_width([row.chances for row in rows], cost, least=least, most=most_width)
@@ -170,6 +173,8 @@ class Scheduler:
                 ended.append(self._ended(row))
             else:
                 self._rows.append(row)
+        self._lookup_s = self._drafts.turns.spent()
+        draft_s += self._lookup_s
         rest = time.perf_counter() - start - draft_s - seconds
         self._costs.note_rest(count, rest)
         self._stats.count_round(rows=len(rows), width=width, run_s=seconds, draft_s=draft_s, rest_s=rest)

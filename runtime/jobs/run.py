@@ -136,6 +136,11 @@ class Job:
         """Close a job that is complete."""
         if self._ids:
             raise JobError(f"{len(self._ids)} lines got no answer: run the same command again")
+        if self.counts.total is not None and self.counts.done < self.counts.total:
+            raise JobError(
+                f"the input has changed: it had {self.counts.total} lines when the job began, and {self.counts.done} "
+                "have an answer; put it back as it was and give the same command again"
+            )
         self.counts.total = self.counts.done
         self._output.finish()
 
