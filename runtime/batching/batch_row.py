@@ -52,16 +52,22 @@ class BatchRow:
     """A request and its row. `request` is the run that its loop waits for, None once it has ended."""
 
     def __init__(
-        self, engine: Engine, pool: RowPool, slot: int, index: int, running: Running, drafts: RowDrafts
+        self,
+        engine: Engine,
+        pool: RowPool,
+        slot: int,
+        index: int,
+        running: Running,
+        drafts: RowDrafts | None = None,
     ) -> None:
-        """drafts: what drafts for the rows of the batch."""
+        """drafts: what drafts for the rows of the batch; by default the row has something of its own."""
         self.index = index
         self.running = running
         self.target = PoolRow(pool, slot)
         self.request: RunRequest | None = None
         self._engine = engine
         self._pool = pool
-        self._drafts = drafts
+        self._drafts = drafts or RowDrafts(engine, 1)
         self.drafting: RowProposer | None = None
         self._steps = running.steps(self)
 
