@@ -124,7 +124,7 @@ class BatchEngine:
         for request in requests:
             try:
                 options = request_options(**request.options)
-                options = replace(options, method=batch_method(self._engine, options.method))
+                options = replace(options, method=batch_method(options.method, self._engine))
                 prompt = self._engine.encode(request.prompt, system=options.system, raw=options.raw)
                 yield request.index, Running(self._engine, options, prompt)
             except SpecrunError as error:

@@ -12,6 +12,7 @@ from specrun.runtime.batching.row_pool import PoolRow, RowPool
 from specrun.runtime.batching.row_proposer import RowProposer
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.proposal import EMPTY, Proposal
+from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import Request
 from specrun.runtime.running import Piece, Running
 from specrun.runtime.target_run import RunAnswer, RunRequest, resume
@@ -23,16 +24,20 @@ SOLO_METHODS = ("lookahead",)
 """What drafts for one request at a time: its window needs a token tree, and rows of a batch run chains."""
 
 
-def batch_method(engine: Engine, method: str | None) -> str:
-    """The method by which a request runs in a batch: of each proposal its main branch, and of "auto" what pays.
+_LITTLE = 8  # positions that are read again for a head
 
-    Errors: UsageError for one that the engine cannot run, or that has no main branch.
+
+def batch_method(method: str | None, engine: Engine | None = None) -> str:
+    """The method by which a request runs in a batch; "auto" is what the engine has beside n-grams, as far as it pays.
+
+    Errors: UsageError for one that the engine cannot run, or that drafts for one request at a time.
     """
     if method in (None, "auto"):
-        return engine.drafting.automatic()
+        return "ngram" if engine is None else engine.drafting.automatic()
     assert method is not None
     rows_for(method, 2)
-    engine.require_method(method)
+    if engine is not None:
+        engine.require_method(method)
     return method
 
 
@@ -49,26 +54,21 @@ def rows_for(method: str | None, batch_size: int | None) -> int | None:
 
 
 class BatchRow:
-    """A request and its row. `request` is the run that its loop waits for, None once it has ended."""
+    """A request and its row. `request` is the run that its loop waits for, None once it has ended.
 
-    def __init__(
-        self,
-        engine: Engine,
-        pool: RowPool,
-        slot: int,
-        index: int,
-        running: Running,
-        drafts: RowDrafts | None = None,
-    ) -> None:
-        """drafts: what drafts for the rows of the batch; by default the row has something of its own."""
+    drafts: what drafts for the rows of its batch; set before it begins.
+    """
+
+    drafts: RowDrafts
+
+    def __init__(self, engine: Engine, pool: RowPool, slot: int, index: int, running: Running) -> None:
         self.index = index
         self.running = running
         self.target = PoolRow(pool, slot)
         self.request: RunRequest | None = None
+        self.drafting: RowProposer | None = None
         self._engine = engine
         self._pool = pool
-        self._drafts = drafts or RowDrafts(engine, 1)
-        self.drafting: RowProposer | None = None
         self._steps = running.steps(self)
 
     @property
@@ -105,6 +105,8 @@ class BatchRow:
         while isinstance(step, Piece):
             step = next(self._steps, None)
         self.request = step
+        if step is None and self.drafting is not None:
+            self.drafting.close()
 
     def cut(self, width: int) -> Proposal:
         """What of the proposal a round of this width runs."""
@@ -121,26 +123,34 @@ class BatchRow:
         self._steps.close()
         self.running.done = True
         self.request = None
+        if self.drafting is not None:
+            self.drafting.close()
 
     # What the request asks of its place.
 
     def proposer(self, request: Request, chooser: Chooser) -> RowProposer | None:
         """What drafts for it, in step with the other rows; None for plain decoding."""
-        self.drafting = self._drafts.proposer(request, chooser)
+        self.drafting = self.drafts.proposer(request, chooser, self.ngrams)
         return self.drafting
+
+    def ngrams(self, request: Request) -> OfferedNgrams:
+        """N-grams over a text of its own, where its method copies."""
+        return self._engine.drafting.offered_ngrams(request, self._engine.prediction(request))
 
     def prepare(self, prompt: Sequence[int], length: int, *, method: str = "none") -> int:
         """Take over the row, with what any row holds of the prompt."""
         self._pool.reserve(length)
-        aim = self._drafts.held(self.drafting, prompt)
-        return self._pool.begin(self.slot, prompt) if aim is None else self._pool.begin(self.slot, prompt, aim=aim)
+        held = self._pool.begin(self.slot, prompt)
+        known = self.drafts.held(self.drafting, prompt)
+        if known and held - _LITTLE <= known < held:
+            self.target.rewind_to(known)
+            return known
+        return held
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember the text for n-grams; its row holds it until another request comes."""
         memory = self._engine.memory("none" if self.drafting is None else str(request.method))
         self.running.memory = replace(
-            memory, kv_target_bytes=self._pool.cache.nbytes, kv_draft_bytes=self._drafts.nbytes
+            memory, kv_target_bytes=self._pool.cache.nbytes, kv_draft_bytes=self.drafts.nbytes
         )
-        if self.drafting is not None:
-            self.drafting.close()
         self._engine.drafting.remember(request, committed)

@@ -24,6 +24,7 @@ from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.heads import HEAD_METHODS
 from specrun.runtime.proposers.combined import Lift
 from specrun.runtime.proposers.draft import DraftReader
+from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import Request
 from specrun.runtime.speculator import MedusaSession
 
@@ -35,6 +36,7 @@ _AHEAD: Final = 64  # rounds that catching up with a text should pay off in
 _LIFT_MEMORY: Final = 0.5  # of what asking brought: over all rows a round tells more than one row's does
 
 Cost = Callable[[int], float]
+Ngrams = Callable[[Request], OfferedNgrams]
 
 
 class RowDrafts:
@@ -46,15 +48,13 @@ class RowDrafts:
         self._groups: dict[str, DraftingGroup] = {}
         self._lifts: dict[tuple[str, int], Lift] = {}
 
-    def proposer(self, request: Request, chooser: Chooser) -> RowProposer | None:
-        """The proposer of a request, None for plain decoding."""
+    def proposer(self, request: Request, chooser: Chooser, ngrams: Ngrams) -> RowProposer | None:
+        """The proposer of a request, None for plain decoding. ngrams: makes its n-grams, where the method has them."""
         base, _, second = str(request.method).partition("+")
         fixed = request.options.draft_length
         if base == "none" or fixed == 0:
             return None
-        ngram = None
-        if "ngram" in (base, second):
-            ngram = self._engine.drafting.offered_ngrams(request, self._engine.prediction(request))
+        ngram = ngrams(request) if "ngram" in (base, second) else None
         return RowProposer(ngram, None if base == "ngram" else self._group(base).row(request, chooser), chooser, fixed)
 
     def held(self, proposer: RowProposer | None, prompt: Sequence[int]) -> int | None:

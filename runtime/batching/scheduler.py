@@ -41,7 +41,6 @@ class Scheduler:
     ) -> None:
         self._engine = engine
         self._pool = RowPool(engine.target, rows)
-        self._drafts = RowDrafts(engine, rows)
         self._size = rows
         self._costs = costs
         self._stats = stats
@@ -49,6 +48,7 @@ class Scheduler:
         self._rows: list[BatchRow] = []  # that decode
         self._newcomer: BatchRow | None = None  # whose prompt is being read
         self._waiting: tuple[int, Running] | None = None  # came, and has no row yet
+        self._drafts = RowDrafts(engine, rows)
 
     def run(self, incoming: Iterator[Incoming]) -> Generator[Finished]:
         """Answer all requests, in order of completion; they are taken as rows get free."""
@@ -82,8 +82,9 @@ class Scheduler:
                     self._waiting = index, running
                 if not self._fits(self._waiting[1]):
                     return
-                self._newcomer = BatchRow(self._engine, self._pool, self._free_slot(), *self._waiting, self._drafts)
+                self._newcomer = BatchRow(self._engine, self._pool, self._free_slot(), *self._waiting)
                 self._waiting = None
+                self._newcomer.drafts = self._drafts
             row = self._newcomer
             try:
                 self._read(row)
