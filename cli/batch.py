@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,10 +233,11 @@ def _ray_workers(
 
     ensure_speculators(bundle, values["draft"], (values["method"],))
     engine = {name: value for name, value in engine_values(values).items() if name != "yes"}
-    with waiting("starting Ray"):
-        found = RayWorkers(engine, workers=workers, batch_size=batch_size)
-    with closing(found):
-        yield found
+    with redirect_stdout(sys.stderr):  # Ray prints there what it says of workers that die
+        with waiting("starting Ray"):
+            found = RayWorkers(engine, workers=workers, batch_size=batch_size)
+        with closing(found):
+            yield found
 
 
 def _run(job: Job, worker: Worker) -> None:

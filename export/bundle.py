@@ -22,7 +22,15 @@ from specrun.export.weight_store import SPARE_POSITIONS, store_weights
 from specrun.export.weights import open_weights
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.layout import Bundle, models_dir
-from specrun.models_cache.manifest import FeaturesSpec, GraphSpec, KVSpec, Manifest, Sizes, SourceInfo
+from specrun.models_cache.manifest import (
+    SHARED_GRAPH,
+    FeaturesSpec,
+    GraphSpec,
+    KVSpec,
+    Manifest,
+    Sizes,
+    SourceInfo,
+)
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.models_cache.sources import FetchedSource, fetch_source
 from specrun.models_cache.store import bundle_or_build
@@ -33,6 +41,7 @@ DATA_FILE = "target.onnx.data"
 VARIANTS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "target": ("target.onnx", True, ("query_seqlens",)),
     "target_batch1": ("target_batch1.onnx", False, ()),
+    SHARED_GRAPH: ("target_shared.onnx", True, ("query_seqlens",)),
 }
 
 
@@ -115,7 +124,10 @@ def write_bundle(
         stored = store_weights(weights, file, precision, block, progress)
         graphs = {}
         for graph_name, (graph_file, ragged, requires) in VARIANTS.items():
-            model = build_target(config, stored, file, ragged=ragged, taps=taps)
+            shared = graph_name == SHARED_GRAPH
+            if shared and _narrowest_window(config) is not None:
+                continue  # the prefix part sees everything
+            model = build_target(config, stored, file, ragged=ragged, taps=taps, shared=shared)
             ir.save(model, folder / graph_file)
             inputs, outputs = tensor_specs(model.graph.inputs), tensor_specs(model.graph.outputs)
             max_batch = None if ragged else 1

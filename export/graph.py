@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from specrun.export.config import ModelConfig
 from specrun.export.graph_builder import MICROSOFT, GraphBuilder
+from specrun.export.shared_attention import SOFTMAX_WEIGHTS, SharedParts, merge, prefix_part, shared_parts
 from specrun.export.weight_file import Stored, WeightFile
 from specrun.export.weight_store import StoredLayer, StoredWeights
 
@@ -19,7 +20,13 @@ def feature_taps(layers: int) -> tuple[int, ...]:
 
 
 def build_target(
-    config: ModelConfig, stored: StoredWeights, file: WeightFile, *, ragged: bool, taps: tuple[int, ...] = ()
+    config: ModelConfig,
+    stored: StoredWeights,
+    file: WeightFile,
+    *,
+    ragged: bool,
+    taps: tuple[int, ...] = (),
+    shared: bool = False,
 ) -> ir.Model:
     """The graph of a target or of a draft model.
 
@@ -44,6 +51,17 @@ def build_target(
 
     `ragged` feeds `query_lengths` to the attention, so that rows of a batch may have different numbers of new
     positions; without it the graph loads in ONNX Runtime builds older than 1.32 and serves batch 1.
+
+    `shared` makes the variant of best-of-N, for rows behind one prefix (`shared_attention`). Instead of the bias it has
+
+    prefix_key.i, prefix_value.i  f32 [kv_heads, 1, prefix, head_dim]: what all rows begin with, without their positions
+    prefix_queries                i64 [4]: kv_heads, groups, batch * positions * heads / (kv_heads * groups), head_dim;
+                                  with as many products (kv_heads * groups) as threads none is cut in pieces, whose size
+                                  would depend on the batch
+    bias_pads                     i64 [8]: 0 0 0 0, 0 0 pad max_total - 1, what makes a bias of a column
+
+    and the rows' own buffers, with all lengths and `max_total`, begin with a slot that stands for the prefix and holds
+    zeros; `position_ids` still count from the start of the prefix.
     """
     b = GraphBuilder(file)
     kv_shape: list[int | str] = ["batch", config.kv_heads, "capacity", config.head_dim]
@@ -59,6 +77,12 @@ def build_target(
         "attention_bias": (f32, ["bias_batch", 1, "padded_positions", "max_total"]),
         "logit_rows": (i64, ["batch", "rows"]),
     }
+    if shared:
+        del specs["attention_bias"]
+        specs |= {"prefix_queries": (i64, [4]), "bias_pads": (i64, [8])}
+        for index in range(config.layers):
+            for part in ("key", "value"):
+                specs[f"prefix_{part}.{index}"] = (f32, [config.kv_heads, 1, "prefix", config.head_dim])
     for index in range(config.layers):
         specs[f"past_key.{index}"] = (f32, kv_shape)
         specs[f"past_value.{index}"] = (f32, kv_shape)
@@ -69,6 +93,7 @@ def build_target(
 
     b.scope("model")
     positions = b.op("Shape", [inputs["input_ids"]], start=1, end=2)
+    parts = shared_parts(b, config, inputs, positions) if shared else None
     residual = b.embed(inputs["input_ids"], stored.embedding)
     hidden = b.norm(residual, b.weight(stored.layers[0].input_norm), config.norm_epsilon)
     presents: list[ir.Value] = []
@@ -76,7 +101,7 @@ def build_target(
     for index, layer in enumerate(stored.layers):
         tapped[index] = residual
         b.scope(f"layers.{index}")
-        attention, key, value = _attention(b, config, index, layer, stored, hidden, inputs, positions, ragged)
+        attention, key, value = _attention(b, config, index, layer, stored, hidden, inputs, positions, ragged, parts)
         for present, name in ((key, "present_key"), (value, "present_value")):
             present.name = f"{name}.{index}"
             present.type, present.shape = ir.TensorType(f32), ir.Shape(kv_shape)
@@ -112,6 +137,7 @@ def _attention(
     inputs: dict[str, ir.Value],
     positions: ir.Value,
     ragged: bool,
+    shared: SharedParts | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """(attention output [batch, positions, heads * head_dim], present key, present value)."""
     qkv = b.linear(hidden, layer.qkv)
@@ -124,6 +150,11 @@ def _attention(
     # The attention's kernel for a lone row sums in another order, so it never sees one: the dummy row is counted.
     padded = b.op("Concat", [qkv, inputs["pad_rows"]], axis=1)
     settings = config.layer_configs[index]
+    rotary = (b.weight(stored.cos), b.weight(stored.sin)) if settings.rotary else None
+    if shared is None:
+        bias = inputs["attention_bias"]
+    else:
+        bias, *prefix = prefix_part(b, config, index, qkv, rotary, inputs, shared)
     arguments: list[ir.Value | None] = [
         padded,
         None,
@@ -132,10 +163,9 @@ def _attention(
         inputs[f"past_value.{index}"],
         inputs["total_lengths_minus_one"],
         inputs["max_total_length"],
-        b.weight(stored.cos) if settings.rotary else None,
-        b.weight(stored.sin) if settings.rotary else None,
-        inputs["position_ids"] if settings.rotary else None,
-        inputs["attention_bias"],
+        *(rotary or (None, None)),
+        inputs["position_ids"] if rotary else None,
+        bias,
     ]
     if ragged:
         arguments += [None] * 5 + [inputs["query_lengths"]]
@@ -146,8 +176,12 @@ def _attention(
     }
     if settings.sliding_window is not None:
         attributes["local_window_size"] = settings.sliding_window
-    output, key, value = b.op_multi("GroupQueryAttention", arguments, 3, MICROSOFT, **attributes)
-    return b.slice_axis1(output, positions), key, value
+    if shared is None:
+        output, key, value = b.op_multi("GroupQueryAttention", arguments, 3, MICROSOFT, **attributes)
+        return b.slice_axis1(output, positions), key, value
+    attributes["qk_output"] = SOFTMAX_WEIGHTS
+    output, key, value, weights = b.op_multi("GroupQueryAttention", arguments, 4, MICROSOFT, **attributes)
+    return merge(b, config, b.slice_axis1(output, positions), weights, (prefix[0], prefix[1]), shared), key, value
 
 
 def _head_norm(b: GraphBuilder, config: ModelConfig, x: ir.Value, gamma: Stored) -> ir.Value:

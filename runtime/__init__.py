@@ -12,6 +12,7 @@ Of many requests: `jobs` reads and writes files, `batch` -> `batching` runs the 
 from specrun.runtime.async_stream import AsyncStream
 from specrun.runtime.backend import share_threads
 from specrun.runtime.batch import BatchAnswer, BatchEngine, BatchRequest, BatchStats
+from specrun.runtime.best_of import BestOfResult, Candidate, Score
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.engine import Engine
 from specrun.runtime.grammar import response_format_options
@@ -27,12 +28,15 @@ __all__ = [
     "BatchEngine",
     "BatchRequest",
     "BatchStats",
+    "BestOfResult",
+    "Candidate",
     "ChatSession",
     "Engine",
     "Memory",
     "Piece",
     "RequestOptions",
     "Result",
+    "Score",
     "SpeculationStats",
     "Stream",
     "Timings",

@@ -189,8 +189,15 @@ class Chooser:
         """A token that a row of logits f32 [rows, V] decided, with log-probabilities if the request asks for them."""
         if self._options.logprobs is None:
             return Token(token, source)
-        top = top_logprobs(logits[row], self._options.logprobs, tokens=self._tokens)
-        return Token(token, source, logprob(logits[row], token, tokens=self._tokens), tuple(top))
+        wanted = self._options.logprobs
+        top = top_logprobs(logits[row], wanted, tokens=self._tokens) if wanted else []
+        value = logprob(logits[row], token, tokens=self._tokens)
+        if not self._options.certainties:
+            return Token(token, source, value, tuple(top))
+        # The mean over the vocabulary of -log(V p), with log p(x) = logit(x) - logit(token) + log p(token).
+        mean = float(logits[row, : self._tokens].mean(dtype=np.float64))
+        certainty = float(logits[row, token]) - value - mean - math.log(self._tokens)
+        return Token(token, source, value, tuple(top), certainty)
 
     def _banned(self, position: int) -> tuple[int, ...] | None:
         number = position - self._prompt_length + 1

@@ -20,6 +20,7 @@ from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.async_stream import AsyncStream, Worker
 from specrun.runtime.backend import default_threads, most_threads
+from specrun.runtime.best_of.calls import BestOfCalls
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
@@ -31,6 +32,7 @@ from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.predicted_text import PredictedText
+from specrun.runtime.prompt_size import beginning, require_possible
 from specrun.runtime.proposal import Proposer, TakesLogits
 from specrun.runtime.proposers.within_grammar import WithinGrammar
 from specrun.runtime.request import Request, RequestOptions, request_options
@@ -49,7 +51,7 @@ STEEPEST: Final = 8.0
 """How many times the time a byte of weights takes a byte of KV may take: attention reads it less evenly."""
 
 
-class Engine:
+class Engine(BestOfCalls):
     """A loaded model. Safe to share between threads: requests run one after another.
 
     >>> with Engine.load("smollm2-135m") as engine:                       # doctest: +SKIP
@@ -73,7 +75,7 @@ class Engine:
             raise UsageError(f"context must be 2 or more, not {context}.")
         manifest = bundle.manifest
         self.bundle = bundle
-        self.threads = threads or default_threads()
+        self.threads, self.device = threads or default_threads(), device
         self.context = min(context or manifest.sizes.context, manifest.sizes.context)
         self.tokenizer = Tokenizer.from_bundle(bundle)
         self.grammars = Grammars(self.tokenizer)
@@ -158,6 +160,7 @@ class Engine:
         ):
             kinds = "text, or a list of messages such as {'role': 'user', 'content': 'Hi'}"
             raise UsageError(f"A prompt is {kinds}, not {prompt!r:.60}.")
+        require_possible(prompt, system, self.tokenizer, self.context)
         template = self.tokenizer.chat_template
         if raw or (template is None and isinstance(prompt, str)):
             if not isinstance(prompt, str):
@@ -302,6 +305,7 @@ class Engine:
             self._closed = True
             self.worker.close()
             self.target.close()
+            self.close_prefix_graph()
             self.drafting.close()
             del self._open_session  # it holds the target's weights
 
@@ -367,7 +371,8 @@ class Engine:
         """The text that a request says is likely to come, for methods that copy."""
         if not request.prediction or "ngram" not in str(request.method):
             return None
-        return PredictedText(self.tokenizer.encode(request.prediction, add_bos=False)[: self.context])
+        likely = beginning(request.prediction, self.context)
+        return PredictedText(self.tokenizer.encode(likely, add_bos=False)[: self.context])
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.

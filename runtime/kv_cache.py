@@ -29,7 +29,7 @@ class KVCache:
         self._arrays: list[NDArray[np.float32]] = []
         self._shape = (batch, kv_heads, head_dim)
         self._buffers = 2 * layers
-        self._limit = limit
+        self.limit = limit
         self.reserve(capacity)
 
     @property
@@ -49,12 +49,12 @@ class KVCache:
         """
         if capacity <= self.capacity:
             return False
-        if capacity > self._limit:
-            raise ValueError(f"{capacity} positions are more than the {self._limit} of the model")
+        if capacity > self.limit:
+            raise ValueError(f"{capacity} positions are more than the {self.limit} of the model")
         ort = onnxruntime()
 
         batch, kv_heads, head_dim = self._shape
-        capacity = min(self._limit, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
+        capacity = min(self.limit, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
         arrays = [np.zeros((batch, kv_heads, capacity, head_dim), np.float32) for _ in range(self._buffers)]
         for old, new in zip(self._arrays, arrays, strict=False):
             new[:, :, : self.capacity] = old  # with what lies behind the lengths: the nodes of a tree that grows
@@ -62,6 +62,26 @@ class KVCache:
         self.values = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays]
         self.capacity = capacity
         return True
+
+    def fit(self, capacity: int) -> bool:
+        """Let the buffers have this capacity exactly, at least what the rows hold; True if they moved."""
+        if capacity < max(self.lengths):
+            raise ValueError(f"cannot fit {max(self.lengths)} positions into {capacity}")
+        if capacity == self.capacity:
+            return False
+        batch, kv_heads, head_dim = self._shape
+        kept = min(capacity, self.capacity)
+        for index, old in enumerate(self._arrays):  # one at a time, so that the memory is never needed twice
+            new = np.zeros((batch, kv_heads, capacity, head_dim), np.float32)
+            new[:, :, :kept] = old[:, :, :kept]
+            self._arrays[index] = new
+            self.values[index] = onnxruntime().OrtValue.ortvalue_from_numpy(new)
+        self.capacity = capacity
+        return True
+
+    def buffers(self) -> list[NDArray[np.float32]]:
+        """The buffers themselves, key.0, value.0, key.1, ...: of use until they move."""
+        return [*self._arrays]
 
     def part(self, first: int, count: int) -> KVCache:
         """Rows `first` .. `first` + `count` - 1 as a cache over the same memory, with lengths of its own.
@@ -71,7 +91,7 @@ class KVCache:
         part = copy.copy(self)
         part.lengths = self.lengths[first : first + count]
         part._shape = (count, *self._shape[1:])
-        part._limit = self.capacity
+        part.limit = self.capacity
         part._arrays = [array[first : first + count] for array in self._arrays]
         part.values = [onnxruntime().OrtValue.ortvalue_from_numpy(array) for array in part._arrays]
         return part

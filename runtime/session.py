@@ -80,10 +80,10 @@ class ModelSession:
             limit=bundle.manifest.kv.positions,
             batch=batch,
         )
-        self._frames: OrderedDict[tuple[int, int, int], _Frame] = OrderedDict()
+        self._frames: OrderedDict[tuple[int, int, int], Frame] = OrderedDict()
         self._bias = np.zeros(0, np.float32)
         self._outputs: dict[str, NDArray[np.float32]] = {}
-        self._last: tuple[_Frame, int] | None = None
+        self._last: tuple[Frame, int] | None = None
         self._planted: NDArray[np.float32] | None = None  # the part of the bias that is not 0: a tree of the last run
         self.onnx_seconds = 0.0
         self.costs: RoundCosts | None = None  # which learn from the runs of one row
@@ -135,6 +135,12 @@ class ModelSession:
         """Make room for `length` positions a row, as far as the model has them."""
         if self.cache.reserve(min(length, self.bundle.manifest.kv.positions)):
             self._frames.clear()  # they are bound to the buffers of before
+
+    def fit(self, length: int) -> None:
+        """Keep the first `length` positions of row 0, in buffers that hold no more."""
+        self.cache.rewind_to(length)
+        if self.cache.fit(length):
+            self._frames.clear()
 
     def close(self) -> None:
         """Free the session and its buffers."""
@@ -201,7 +207,7 @@ class ModelSession:
             lengths[row] += len(new)
         return frame.logits[:, :rows]
 
-    def _frame(self, longest: int, rows: int) -> _Frame:
+    def _frame(self, longest: int, rows: int) -> Frame:
         positions, pad, rows = self._padded(longest, rows)
         needed = max(self.cache.lengths) + positions + pad
         if needed > self.bundle.manifest.kv.positions:
@@ -234,7 +240,7 @@ class ModelSession:
         # leave a lone one in the last block. With a dummy row behind it no real row is ever alone.
         return positions, int(positions == 1 or positions > WIDEST_BARE), rows
 
-    def _bind(self, positions: int, pad: int, rows: int) -> _Frame:
+    def _bind(self, positions: int, pad: int, rows: int) -> Frame:
         capacity = self.cache.capacity
         wanted = (positions + pad) * capacity
         if self._bias.size < wanted:
@@ -243,7 +249,7 @@ class ModelSession:
         batch = self.cache.batch
         logits = self._shared("logits", batch, rows, self.sizes.vocabulary)
         features = self._shared("features", batch, positions, self._feature_width)
-        frame = _Frame(pad, self._qkv_width, bias, logits, features)
+        frame = Frame(pad, self._qkv_width, bias, logits, features)
         frame.bind(self._onnx_session, self.cache.values, self._output_names)
         return frame
 
@@ -255,7 +261,7 @@ class ModelSession:
         return self._outputs[name][:size].reshape(shape)
 
 
-class _Frame:
+class Frame:
     """The inputs and outputs of one width, bound once; `fill` rewrites them in place."""
 
     def __init__(

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from specrun.models_cache.errors import UsageError
 from specrun.runtime.batching.row_drafts import RowDrafts
-from specrun.runtime.batching.row_pool import PoolRow, RowPool
+from specrun.runtime.batching.row_pool import RowPool
 from specrun.runtime.batching.row_proposer import RowProposer
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.proposal import EMPTY, Proposal
-from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import Request
 from specrun.runtime.running import Piece, Running
 from specrun.runtime.target_run import RunAnswer, RunRequest, resume
@@ -24,20 +23,16 @@ SOLO_METHODS = ("lookahead",)
 """What drafts for one request at a time: its window needs a token tree, and rows of a batch run chains."""
 
 
-_LITTLE = 8  # positions that are read again for a head
-
-
-def batch_method(method: str | None, engine: Engine | None = None) -> str:
+def batch_method(engine: Engine, method: str | None) -> str:
     """The method by which a request runs in a batch; "auto" is what the engine has beside n-grams, as far as it pays.
 
     Errors: UsageError for one that the engine cannot run, or that drafts for one request at a time.
     """
     if method in (None, "auto"):
-        return "ngram" if engine is None else engine.drafting.automatic()
+        return engine.drafting.automatic()
     assert method is not None
     rows_for(method, 2)
-    if engine is not None:
-        engine.require_method(method)
+    engine.require_method(method)
     return method
 
 
@@ -54,21 +49,20 @@ def rows_for(method: str | None, batch_size: int | None) -> int | None:
 
 
 class BatchRow:
-    """A request and its row. `request` is the run that its loop waits for, None once it has ended.
+    """A request and its row. `request` is the run that its loop waits for, None once it has ended."""
 
-    drafts: what drafts for the rows of its batch; set before it begins.
-    """
-
-    drafts: RowDrafts
-
-    def __init__(self, engine: Engine, pool: RowPool, slot: int, index: int, running: Running) -> None:
+    def __init__(
+        self, engine: Engine, pool: RowPool, slot: int, index: int, running: Running, drafts: RowDrafts
+    ) -> None:
+        """drafts: what drafts for the rows of the batch."""
         self.index = index
         self.running = running
-        self.target = PoolRow(pool, slot)
+        self.target = pool.row(slot)
         self.request: RunRequest | None = None
-        self.drafting: RowProposer | None = None
         self._engine = engine
         self._pool = pool
+        self._drafts = drafts
+        self.drafting: RowProposer | None = None
         self._steps = running.steps(self)
 
     @property
@@ -101,6 +95,10 @@ class BatchRow:
         """Go on to the next run with the answer to the last one."""
         self._go_to(resume(self._steps, answer))
 
+    def stop(self) -> None:
+        """End the request here, with the text of what was committed."""
+        self._go_to(resume(self._steps, None))
+
     def _go_to(self, step: Piece | RunRequest | None) -> None:
         while isinstance(step, Piece):
             step = next(self._steps, None)
@@ -130,27 +128,19 @@ class BatchRow:
 
     def proposer(self, request: Request, chooser: Chooser) -> RowProposer | None:
         """What drafts for it, in step with the other rows; None for plain decoding."""
-        self.drafting = self.drafts.proposer(request, chooser, self.ngrams)
+        self.drafting = self._drafts.proposer(request, chooser)
         return self.drafting
-
-    def ngrams(self, request: Request) -> OfferedNgrams:
-        """N-grams over a text of its own, where its method copies."""
-        return self._engine.drafting.offered_ngrams(request, self._engine.prediction(request))
 
     def prepare(self, prompt: Sequence[int], length: int, *, method: str = "none") -> int:
         """Take over the row, with what any row holds of the prompt."""
         self._pool.reserve(length)
-        held = self._pool.begin(self.slot, prompt)
-        known = self.drafts.held(self.drafting, prompt)
-        if known and held - _LITTLE <= known < held:
-            self.target.rewind_to(known)
-            return known
-        return held
+        aim = self._drafts.held(self.drafting, prompt)
+        return self._pool.begin(self.slot, prompt) if aim is None else self._pool.begin(self.slot, prompt, aim=aim)
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember the text for n-grams; its row holds it until another request comes."""
         memory = self._engine.memory("none" if self.drafting is None else str(request.method))
         self.running.memory = replace(
-            memory, kv_target_bytes=self._pool.cache.nbytes, kv_draft_bytes=self.drafts.nbytes
+            memory, kv_target_bytes=self._pool.cache.nbytes, kv_draft_bytes=self._drafts.nbytes
         )
         self._engine.drafting.remember(request, committed)

@@ -18,8 +18,8 @@ class BatchStats:
     completion_tokens   of answered requests
     rounds, row_rounds  runs after the prefill, and the same counted for each row in them
     proposed, evaluated, accepted   draft tokens of answered requests, as in `SpeculationStats`
-    prefill_s, draft_s, run_s, rest_s   seconds of reading prompts, of what speculators draft for all rows together, of
-                        the rounds' runs, and of what rounds do besides
+    prefill_s, draft_s, run_s, rest_s   seconds of reading prompts, of looking up n-grams and what speculators draft for
+                        all rows together, of the rounds' runs, and of what rounds do besides
     widths              rounds by (rows, width)
     """
 

@@ -16,6 +16,7 @@ from specrun.runtime.batching.eagle_forest import EagleForest
 from specrun.runtime.batching.eagle_rows import EagleRows
 from specrun.runtime.batching.joint_width import JointPlan, joint_plan
 from specrun.runtime.batching.medusa_rows import MedusaRows
+from specrun.runtime.batching.ngram_turns import NgramTurns
 from specrun.runtime.batching.row_proposer import RowProposer
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.draft_length import MAX_DRAFT_LENGTH
@@ -36,7 +37,6 @@ _AHEAD: Final = 64  # rounds that catching up with a text should pay off in
 _LIFT_MEMORY: Final = 0.5  # of what asking brought: over all rows a round tells more than one row's does
 
 Cost = Callable[[int], float]
-Ngrams = Callable[[Request], OfferedNgrams]
 
 
 class RowDrafts:
@@ -47,15 +47,25 @@ class RowDrafts:
         self._rows = rows
         self._groups: dict[str, DraftingGroup] = {}
         self._lifts: dict[tuple[str, int], Lift] = {}
+        self.turns = NgramTurns()
 
-    def proposer(self, request: Request, chooser: Chooser, ngrams: Ngrams) -> RowProposer | None:
-        """The proposer of a request, None for plain decoding. ngrams: makes its n-grams, where the method has them."""
+    def proposer(
+        self, request: Request, chooser: Chooser, ngrams: Callable[[Request], OfferedNgrams] | None = None
+    ) -> RowProposer | None:
+        """The proposer of a request, None for plain decoding. ngrams: if not over its own text and earlier ones."""
         base, _, second = str(request.method).partition("+")
         fixed = request.options.draft_length
         if base == "none" or fixed == 0:
             return None
-        ngram = ngrams(request) if "ngram" in (base, second) else None
-        return RowProposer(ngram, None if base == "ngram" else self._group(base).row(request, chooser), chooser, fixed)
+        ngram = None
+        if "ngram" in (base, second):
+            ngram = (ngrams or self._ngrams)(request)
+        return RowProposer(
+            ngram, None if base == "ngram" else self._group(base).row(request, chooser), chooser, fixed, self.turns
+        )
+
+    def _ngrams(self, request: Request) -> OfferedNgrams:
+        return self._engine.drafting.offered_ngrams(request, self._engine.prediction(request))
 
     def held(self, proposer: RowProposer | None, prompt: Sequence[int]) -> int | None:
         """Up to which position of the prompt the row's head needs no features; None if that is all the same to it."""

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specrun.runtime.batching.ngram_turns import NgramTurns
 from specrun.runtime.batching.row_chain import RowChain
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.proposal import EMPTY, Proposal
@@ -45,8 +46,15 @@ class RowProposer:
     Until then `context` and `limit` are those of the round. What was cut off is learnt from as well.
     """
 
-    def __init__(self, ngram: OfferedNgrams | None, head: HeadRow | None, chooser: Chooser, fixed: int | None) -> None:
-        """chooser: of the request. fixed: the K that is asked for."""
+    def __init__(
+        self,
+        ngram: OfferedNgrams | None,
+        head: HeadRow | None,
+        chooser: Chooser,
+        fixed: int | None,
+        turns: NgramTurns | None = None,
+    ) -> None:
+        """chooser: of the request. fixed: the K that is asked for. turns: of the batch, for n-grams with no such K."""
         names = [*([] if head is None else [head.method]), *([] if ngram is None else ["ngram"])]
         self.name = "+".join(names)
         self.needs_features = head is not None and head.needs_features
@@ -57,6 +65,7 @@ class RowProposer:
         self.context: Sequence[int] = ()
         self.limit = 0
         self._ngram = ngram
+        self._turns = turns or NgramTurns()
         self._chooser = chooser
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
@@ -74,10 +83,11 @@ class RowProposer:
     def propose(self, context: Sequence[int], limit: int) -> Proposal:
         """What n-grams have, at most `limit` tokens."""
         self.context, self.limit = context, limit if self.fixed is None else min(limit, self.fixed)
-        if self._ngram is None:
+        if self._ngram is None or (self.fixed is None and not self._turns.open):
             self._offer(EMPTY, ())
         else:
-            self._offer(self._ngram.propose(context, self.limit), self._ngram.chances)
+            with self._turns.timed():
+                self._offer(self._ngram.propose(context, self.limit), self._ngram.chances)
         if self.head is not None:
             self.head.chain.begin(context, list(zip(self.offer.tokens, self.chances, strict=True)))
         return self.offer

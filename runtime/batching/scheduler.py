@@ -10,13 +10,13 @@ ones do not pay for those that ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from specrun.models_cache.errors import BackendError, SpecrunError
 from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.batching.batch_row import BatchRow
 from specrun.runtime.batching.batch_stats import BatchStats
-from specrun.runtime.batching.joint_width import joint_width
+from specrun.runtime.batching.joint_width import joint_plan, joint_width
 from specrun.runtime.batching.row_drafts import RowDrafts
 from specrun.runtime.batching.row_pool import RowPool
 from specrun.runtime.draft_length import MAX_DRAFT_LENGTH
@@ -33,14 +33,28 @@ class Scheduler:
     """Runs requests in the rows of one pool; the engine is held by the caller.
 
     memory: bytes that the positions of the rows may take, None for any number. A request that has to wait for it waits
-    until rows have ended; one alone always runs.
+    until rows have ended; one alone always runs. pool: the rows, where they are not the target's own; make_row: what a
+    request is in one. before_round is called before each round; a request that is cancelled by then ends there.
     """
 
     def __init__(
-        self, engine: Engine, rows: int, costs: BatchCosts, stats: BatchStats, *, memory: int | None = None
+        self,
+        engine: Engine,
+        rows: int,
+        costs: BatchCosts,
+        stats: BatchStats,
+        *,
+        memory: int | None = None,
+        pool: RowPool | None = None,
+        make_row: Callable[[Engine, RowPool, int, int, Running, RowDrafts], BatchRow] = BatchRow,
+        before_round: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
-        self._pool = RowPool(engine.target, rows)
+        self._pool = pool or RowPool(engine.target, rows)
+        self._drafts = RowDrafts(engine, rows)
+        self._make_row = make_row
+        self._before_round = before_round
+        self._lookup_s = 0.0  # what looking up the n-grams that wait took
         self._size = rows
         self._costs = costs
         self._stats = stats
@@ -48,24 +62,26 @@ class Scheduler:
         self._rows: list[BatchRow] = []  # that decode
         self._newcomer: BatchRow | None = None  # whose prompt is being read
         self._waiting: tuple[int, Running] | None = None  # came, and has no row yet
-        self._drafts = RowDrafts(engine, rows)
 
-    def run(self, incoming: Iterator[Incoming]) -> Generator[Finished]:
-        """Answer all requests, in order of completion; they are taken as rows get free."""
+    def run(self, incoming: Iterator[Incoming | None]) -> Generator[Finished]:
+        """Answer all requests, in order of completion; they are taken as rows get free. None: more may come later."""
         try:
             while True:
                 yield from self._fill(incoming)
                 if not self._rows:
                     return
-                self._close_ranks()
-                yield from self._round()
+                self._before_round()
+                yield from self._stop_cancelled()
+                if self._rows:
+                    self._close_ranks()
+                    yield from self._round()
         finally:
             for row in (*self._rows, *([] if self._newcomer is None else [self._newcomer])):
                 row.close()
             self._drafts.close()
             self._pool.close()
 
-    def _fill(self, incoming: Iterator[Incoming]) -> Generator[Finished]:
+    def _fill(self, incoming: Iterator[Incoming | None]) -> Generator[Finished]:
         """Prefill newcomers as far as there is time before the next round; if no row decodes then, all is done."""
         while True:
             if self._newcomer is None:
@@ -82,9 +98,9 @@ class Scheduler:
                     self._waiting = index, running
                 if not self._fits(self._waiting[1]):
                     return
-                self._newcomer = BatchRow(self._engine, self._pool, self._free_slot(), *self._waiting)
+                slot = self._free_slot()
+                self._newcomer = self._make_row(self._engine, self._pool, slot, *self._waiting, self._drafts)
                 self._waiting = None
-                self._newcomer.drafts = self._drafts
             row = self._newcomer
             try:
                 self._read(row)
@@ -101,7 +117,7 @@ class Scheduler:
             elif not row.request.prefill:
                 self._newcomer = None
                 self._rows.append(row)
-            if 2 * len(self._rows) >= self._size:
+            if 2 * len(self._rows) >= self._size and not self._pool.read:
                 return
 
     def _read(self, row: BatchRow) -> None:
@@ -126,6 +142,8 @@ class Scheduler:
         def cost(width: int) -> float:
             return self._costs.round(count, width)
 
+        copied = joint_plan([row.chances for row in rows], cost, most=most_width)
+        self._drafts.turns.count_round(copied.expected * cost(1) / (len(rows) * (copied.seconds + self._lookup_s)))
         draft_s = self._drafts.draft([row.drafting for row in rows], cost, most=most_width)
         least = max(row.least_width for row in rows)
         width = joint_width([row.chances for row in rows], cost, least=least, most=most_width)
@@ -155,10 +173,19 @@ class Scheduler:
                 ended.append(self._ended(row))
             else:
                 self._rows.append(row)
+        self._lookup_s = self._drafts.turns.spent()
+        draft_s += self._lookup_s
         rest = time.perf_counter() - start - draft_s - seconds
         self._costs.note_rest(count, rest)
         self._stats.count_round(rows=len(rows), width=width, run_s=seconds, draft_s=draft_s, rest_s=rest)
         yield from ended
+
+    def _stop_cancelled(self) -> Generator[Finished]:
+        """End the rows whose requests were cancelled."""
+        for row in [row for row in self._rows if row.running.cancelled.is_set()]:
+            self._rows.remove(row)
+            row.stop()
+            yield self._ended(row)
 
     def _close_ranks(self) -> None:
         """Move rows into free places before them, unless a newcomer is on its way into one."""

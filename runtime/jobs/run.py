@@ -21,7 +21,7 @@ from specrun.runtime.jobs.disk import JobPaths, disk_errors, hold_output
 from specrun.runtime.jobs.job_file import JobFile, load_job_file, new_job_file, save_job_file
 from specrun.runtime.jobs.journal import Journal
 from specrun.runtime.jobs.line_request import Defaults, LineError, LineId, LineRequest, parse_line
-from specrun.runtime.jobs.lines import Source
+from specrun.runtime.jobs.lines import Line, Source
 from specrun.runtime.jobs.output import CompletionOutput, InputOutput, Order, Output, StreamOutput
 from specrun.runtime.jobs.retry import drop_failed
 from specrun.runtime.jobs.tables import TableOutput, WrittenTable, is_table, require_pyarrow
@@ -136,11 +136,20 @@ class Job:
         """Close a job that is complete."""
         if self._ids:
             raise JobError(f"{len(self._ids)} lines got no answer: run the same command again")
+        if self.counts.total is not None and self.counts.done < self.counts.total:
+            raise JobError(
+                f"the input has changed: it had {self.counts.total} lines when the job began, and {self.counts.done} "
+                "have an answer; put it back as it was and give the same command again"
+            )
         self.counts.total = self.counts.done
         self._output.finish()
 
-    def _requests(self) -> Iterator[LineRequest]:
-        for line in self._source.lines():
+    def _requests(self) -> Iterator[LineRequest | None]:
+        """The requests; None while none has come and others are being computed."""
+        for line in self._lines():
+            if line is None:
+                yield None
+                continue
             if not self._output.expect(line.number):
                 continue
             try:
@@ -150,6 +159,16 @@ class Job:
                 continue
             self._ids[line.number] = request.custom_id
             yield request
+
+    def _lines(self) -> Iterator[Line | None]:
+        lines = self._source.lines()
+        while True:
+            while self._ids and not self._source.ready():
+                yield None
+            line = next(lines, None)
+            if line is None:
+                return
+            yield line
 
     def _write(self, answer: Answer) -> None:
         custom_id = self._ids.pop(answer.number)

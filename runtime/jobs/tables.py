@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,8 @@ _COLUMNS: Final = {
 _TEXTS: Final = ("prompt", "id", "custom_id", "system", "model", "speculation_method", "sampling", "user")
 _LISTS: Final = ("messages", "stop", "lookahead")
 _WHOLE: Final = (
+    "id",
+    "custom_id",
     "max_tokens",
     "max_completion_tokens",
     "min_tokens",
@@ -81,8 +84,15 @@ class Table:
                 data = json.dumps({name: value for name, value in row if value is not None}, default=str).encode()
                 yield Line(number, data, len(data))
 
+    def ready(self) -> bool:
+        """It is a file: always."""
+        return True
+
     def _check_columns(self) -> None:
-        for name in _columns(self._path):
+        names = _columns(self._path)
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                raise UsageError(f"{self.name} has the column {name!r} twice: leave one out.")
             if name not in SHORT_FORM:
                 near = difflib.get_close_matches(name, SHORT_FORM, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known ones are {', '.join(SHORT_FORM)}."
@@ -216,6 +226,13 @@ def _output_row(record: dict[str, Any]) -> dict[str, Any]:
 
 def _cell(name: str, value: Any) -> Any:
     """The value of a cell as a line would hold it; what cannot be is left for the line to be told of."""
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:
+            return [*value]
+    if isinstance(value, Decimal):
+        value = float(value)
     if isinstance(value, str) and name not in _TEXTS:
         if name in _LISTS and not value.lstrip().startswith("["):
             return value

@@ -39,7 +39,7 @@ BAD = [
     b'{"prompt": "a", "max_tokens": 1e400}',
     b'{"prompt": "a", "max_tokens": true}',
     b'{"prompt": "a", "seed": -1}',
-    b'{"prompt": "a", "n": 3}',
+    b'{"prompt": "a", "n": "3"}',
     b'{"prompt": "a\xff\xfe"}',
     b'{"prompt": "\\udc00"}',
     b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
