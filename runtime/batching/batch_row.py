@@ -24,9 +24,9 @@ SOLO_METHODS = ("lookahead",)
 
 
 def batch_method(engine: Engine, method: str | None) -> str:
-    """The method by which a request runs in a batch: of each proposal its main branch, and of "auto" what pays.
+    """The method by which a request runs in a batch; "auto" is what the engine has beside n-grams, as far as it pays.
 
-    Errors: UsageError for one that the engine cannot run, or that has no main branch.
+    Errors: UsageError for one that the engine cannot run, or that drafts for one request at a time.
     """
     if method in (None, "auto"):
         return engine.drafting.automatic()
@@ -103,6 +103,8 @@ class BatchRow:
         while isinstance(step, Piece):
             step = next(self._steps, None)
         self.request = step
+        if step is None and self.drafting is not None:
+            self.drafting.close()
 
     def cut(self, width: int) -> Proposal:
         """What of the proposal a round of this width runs."""
@@ -119,6 +121,8 @@ class BatchRow:
         self._steps.close()
         self.running.done = True
         self.request = None
+        if self.drafting is not None:
+            self.drafting.close()
 
     # What the request asks of its place.
 
@@ -139,6 +143,4 @@ class BatchRow:
         self.running.memory = replace(
             memory, kv_target_bytes=self._pool.cache.nbytes, kv_draft_bytes=self._drafts.nbytes
         )
-        if self.drafting is not None:
-            self.drafting.close()
         self._engine.drafting.remember(request, committed)

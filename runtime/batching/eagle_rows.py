@@ -39,6 +39,7 @@ class EagleRow:
         self.slots = ForestRow()
         self.first = 0  # the position that the first slot stands for
         self.features = FeatureRows(columns)
+        self._columns = columns
         self._group = group
         self._begun = False
 
@@ -71,7 +72,7 @@ class EagleRow:
 
     def finish(self) -> None:
         """The slots stay until room is needed: a later prompt may begin like this text."""
-        self.text = [*self.text]
+        self.text, self.features = [*self.text], FeatureRows(self._columns)
         self._group.leave(self)
 
 

@@ -56,7 +56,7 @@ class MedusaRows:
 
     def __init__(self, session: MedusaSession, columns: Columns, alone: float, drawing: Drawing) -> None:
         """alone: seconds of a run for one row. drawing: how a request draws, and what is known of such."""
-        several = max(session.measure(MEASURED), alone)
+        several = min(max(session.measure(MEASURED), alone), MEASURED * alone)  # what is beyond was disturbed
         slope = (several - alone) / (MEASURED - 1)
         self.first_cost = StepCosts(lambda rows: alone + slope * (rows - 1))
         self.depth = session.heads

@@ -47,6 +47,6 @@ def test_rows_equal_solo_runs(smollm2: str, sampling: dict[str, float]) -> None:
                 ours = found[index]
                 assert isinstance(ours, Result)
                 same_output(ours, theirs)
-            assert max(rows for rows, _ in batch.stats.widths) == 4
+            assert max(rows for rows, _ in batch.stats.widths) >= 3
             if draft_length is not None:
                 assert batch.stats.accepted > 40
