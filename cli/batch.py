@@ -28,7 +28,7 @@ _SAID_S = 30.0  # and between lines where there is none
 @click.argument("source", metavar="IN|-")
 @click.argument("target", metavar="OUT|-")
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), metavar="N", help="Requests at a time; by default as many as pay."
+    "--batch-size", type=click.IntRange(1, 256), metavar="N", help="Requests at a time; by default as many as pay."
 )
 @click.option(
     "--resume/--no-resume",

@@ -15,6 +15,7 @@ from specrun.runtime.jobs.worker import Answer
 _REQUESTS = 4  # that a worker has, times its batch size: a batch is full until the last few are left
 _BATCH_SIZE = 8  # that is reckoned with where none is given
 _DEATHS = 3  # one after another, without an answer between them, that end a job
+_LOOK_S = 0.2  # between looks for lines that came
 _PASSED_ON = ("SPECRUN_HOME",)
 
 
@@ -83,7 +84,10 @@ class RayWorkers:
                 busy = {slot.stream: slot for slot in self._slots if slot.stream is not None}
                 if not busy:
                     return
-                ready, _ = ray.wait(list(busy), num_returns=1)
+                idle = len(busy) < len(self._slots)  # then lines may come that one of them can take
+                ready, _ = ray.wait(list(busy), num_returns=1, timeout=_LOOK_S if idle else None)
+                if not ready:
+                    continue
                 slot = busy[ready[0]]
                 try:
                     answer: Answer = ray.get(next(slot.stream))

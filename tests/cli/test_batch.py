@@ -298,6 +298,7 @@ class TestUsage:
             (["in.jsonl", "-", "--json"], "name an output file"),
             (["in.jsonl", "out.jsonl", "--temperature", "-1"], "temperature must be"),
             (["in.jsonl", "out.jsonl", "--batch-size", "0"], "batch-size"),
+            (["in.jsonl", "out.jsonl", "--batch-size", "257"], "batch-size"),
             (["in.jsonl", "out.jsonl", "--workers", "2"], "add --engine ray"),
             (["in.jsonl", "out.jsonl", "--retry-failed", "--no-resume"], "give one of them"),
             (["in.jsonl", "-", "--retry-failed"], "name a file"),
@@ -309,7 +310,7 @@ class TestUsage:
         result = batch(*arguments)
         assert result.exit_code == 2
         assert says in result.stderr
-        assert sorted(os.listdir()) == sorted(name for name in os.listdir() if not name.startswith("out"))
+        assert not [name for name in os.listdir() if name.startswith("out")]
 
     def test_an_unknown_model(self, source: Path, target: Path) -> None:
         result = batch(source, target)

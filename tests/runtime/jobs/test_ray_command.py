@@ -75,6 +75,34 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert [json.loads(line)["custom_id"] for line in target.read_text().splitlines()] == list(range(300))
 
 
+@pytest.mark.usefixtures("tiny")
+def test_lines_that_come_one_by_one() -> None:
+    """While a worker is at a long answer, another one takes the line that comes later."""
+    code = "from specrun.cli.main import run; run()"
+    options = ["--model", "tiny", "--engine", "ray", "--workers", "2", "--order", "completion"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "batch", "-", "-", *options],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    ids = []
+    for line in (
+        b'{"id": "first", "prompt": "a", "max_tokens": 2}\n',  # when it is answered the workers are there
+        b'{"id": "long", "prompt": "a", "max_tokens": 12000, "ignore_eos": true}\n',
+        b'{"id": "short", "prompt": "b", "max_tokens": 2}\n',
+    ):
+        process.stdin.write(line)
+        process.stdin.flush()
+        if b"long" in line:
+            time.sleep(1.0)
+        else:
+            ids.append(json.loads(process.stdout.readline())["custom_id"])
+    rest = process.communicate(timeout=170)[0]
+    assert process.returncode == 0
+    assert [*ids, json.loads(rest)["custom_id"]] == ["first", "short", "long"]
+
+
 def _running(session: int) -> bool:
     """Whether a process of this session is left."""
     try:
