@@ -22,11 +22,16 @@ class PrefixPool(RowPool):
 
     read = True
 
-    def __init__(self, session: PrefixSession, rows: int, logits: NDArray[np.float32]) -> None:
-        """session: over the buffers of all rows. logits: f32 [vocabulary] after the prompt."""
+    def __init__(
+        self, session: PrefixSession, rows: int, logits: NDArray[np.float32], features: NDArray[np.float32]
+    ) -> None:
+        """session: over the buffers of all rows.
+
+        logits, features: f32 [vocabulary] after the prompt's last token, f32 [1, taps x hidden] of it.
+        """
         super().__init__(session, rows, session.cache)
         self.before = session.prefix.length - SINK
-        self._logits = logits[None, None]
+        self._logits, self._features = logits[None, None], features
         self._padding = session.spare - SPARE + 4  # what a width may be padded by
 
     def row(self, slot: int) -> PoolRow:
@@ -49,6 +54,10 @@ class PrefixPool(RowPool):
             self._last = None
             return self._logits, 0.0
         return super().run(first, tokens, rows=rows)
+
+    def features(self, slot: int) -> NDArray[np.float32]:
+        """As `RowPool.features`; of a row that has just read the prompt's last token, that token's."""
+        return self._features if self._last is None else super().features(slot)
 
     def begin(self, slot: int, text: Sequence[int]) -> int:
         """Give a row to a sample; how much of the prompt it holds."""

@@ -116,7 +116,7 @@ class BestOf:
         try:
             self._start = time.perf_counter()
             graph = engine.prefix_graph()
-            rule = graph.rule
+            exact = graph.rule.exact and engine.calibration.rule.exact
             began = time.perf_counter()
             try:
                 logits, cached = self._read_prompt()
@@ -146,7 +146,7 @@ class BestOf:
             score=self.score.name,
             model=engine.bundle.manifest.name,
             method=str(self._request.method),
-            exactness="distribution" if drawn else "bitwise" if rule.exact else "rounding",
+            exactness="distribution" if drawn else "bitwise" if exact else "rounding",
             seed=None if sampling.greedy else sampling.seed,
             usage=Usage(len(self._prompt), sum(len(candidate.token_ids) for candidate in candidates), cached),
             timings=BestOfTimings(engine.load_s, prefill_s, stats.decode_s, time.perf_counter() - began),
@@ -181,7 +181,7 @@ class BestOf:
             rows = max(1, min(rows, free // (slot_bytes * (SINK + self._most_tokens))))
         stats.batch_size = rows
         session = graph.session(prefix, rows, self._most_tokens, now=min(self._most_tokens, RESERVED_TOKENS))
-        pool = PrefixPool(session, rows, logits)
+        pool = PrefixPool(session, rows, logits, engine.target.features[-1:].copy())
         eos = engine.bundle.manifest.special_ids.eos
         texts = SiblingTexts(self._prompt, engine.drafting.table.max_n, eos)
         make_row = partial(SampleRow, texts=texts, estimate=sibling_estimate())
