@@ -41,6 +41,14 @@ from specrun.cli.types import numbers
     show_default=True,
     help="Values of K; adaptive is added.",
 )
+@click.option(
+    "--batch-sizes",
+    type=numbers,
+    metavar="N,...",
+    default="1,3",
+    show_default=True,
+    help="Prompts that run together; 1 runs each alone.",
+)
 @LOOKAHEAD
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify(
@@ -49,15 +57,16 @@ def verify(
     max_tokens: int,
     methods: tuple[str, ...] | None,
     draft_lengths: tuple[int, ...],
+    batch_sizes: tuple[int, ...],
     lookahead: tuple[int, ...] | None,
     as_json: bool,
     **values: Any,
 ) -> None:
     """Prove that speculation changes no text.
 
-    Every method and draft length is compared with plain decoding, greedy and sampled, token by token; medusa and eagle
-    propose chains with a draft length and token trees where it is adaptive, lookahead trees of that depth. Ends with
-    exit code 1 at the first text that differs, and says where.
+    Every method, draft length and batch is compared with plain decoding alone, greedy and sampled, token by token;
+    medusa and eagle propose chains in a batch and with a draft length, and token trees where it is adaptive, lookahead
+    trees of that depth. Ends with exit code 1 at the first text that differs, and says where.
 
     \b
     Examples:
@@ -76,12 +85,13 @@ def verify(
         for method in methods or ():
             engine.require_method(method)
         if not as_json:
-            click.echo(_row("method", "K", "sampling", "prompts", "tokens", "equal"))
+            click.echo(_row("method", "K", "batch", "sampling", "prompts", "tokens", "equal"))
         cases = verify_engine(
             engine,
             prompts[:limit],
             methods=methods,
             draft_lengths=draft_lengths,
+            batch_sizes=batch_sizes,
             lookahead=lookahead,
             max_tokens=max_tokens,
             progress=progress.on_terminal,
@@ -91,9 +101,10 @@ def verify(
                 rows.append(asdict(case))
                 progress.close()
                 if not as_json:
-                    k = str(case.draft_length or "adaptive")
+                    k = "-" if case.method == "none" else str(case.draft_length or "adaptive")
                     equal = "yes" if case.equal else "NO"
-                    click.echo(_row(case.method, k, case.sampling, str(case.prompts), str(case.tokens), equal))
+                    counts = (str(case.prompts), str(case.tokens))
+                    click.echo(_row(case.method, k, str(case.batch), case.sampling, *counts, equal))
                 if not case.equal:
                     failed = case
                     break
@@ -101,12 +112,14 @@ def verify(
     if as_json:
         echo_json({"model": name, "ok": failed is None, "exactness": exactness, "cases": rows})
     if failed is not None:
-        note(f"Error: {failed.method} with K {failed.draft_length or 'adaptive'} differs: {failed.difference}")
+        batch = f" in a batch of {failed.batch}" if failed.batch > 1 else ""
+        k = str(failed.draft_length or "adaptive")
+        note(f"Error: {failed.method} with K {k}{batch} differs: {failed.difference}")
         raise click.exceptions.Exit(1)
     if not as_json:
         note(f"{name}: all {len(rows)} cases equal plain decoding ({exactness})")
 
 
 def _row(*cells: str) -> str:
-    widths = (12, 8, 8, 7, 7, 5)
+    widths = (12, 8, 5, 8, 7, 7, 5)
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

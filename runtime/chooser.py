@@ -151,6 +151,30 @@ class Chooser:
             return sample(q, self._stream.uniform()), q
         return self._coupled(q, position), None
 
+    def allowed_part(self, proposal: Proposal, length: int) -> Proposal:
+        """What of a proposal behind a context of `length` tokens may stand by the grammar: the rest need not be run.
+
+        Draws stay as they are: the rejection rule needs those that fail, too. So does what is proposed behind tokens
+        that are not sure yet.
+        """
+        if self._grammar is None or proposal.kind != "deterministic" or not proposal.tokens:
+            return proposal
+        if length != self._prompt_length + len(self._grammar):
+            return proposal
+        if proposal.parents is None:
+            return proposal.first(self._grammar.fitting(proposal.tokens))
+        paths: list[tuple[int, ...]] = []
+        kept: dict[int, int] = {-1: -1}  # the new number of each node that stays
+        for node, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            if parent in kept and self._grammar.fitting(paths[node]) == len(paths[node]):
+                kept[node] = len(kept) - 1
+        if len(kept) > len(proposal):
+            return proposal
+        nodes = [node for node in kept if node >= 0]
+        parents = tuple(kept[proposal.parents[node]] for node in nodes)
+        return Proposal(tuple(proposal.tokens[node] for node in nodes), "deterministic", parents=parents)
+
     def commit(self, tokens: Sequence[int]) -> None:
         """Count tokens that were committed."""
         if self._grammar is not None:

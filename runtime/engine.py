@@ -32,7 +32,9 @@ from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.predicted_text import PredictedText
-from specrun.runtime.proposal import Proposer
+from specrun.runtime.prompt_size import beginning, require_possible
+from specrun.runtime.proposal import Proposer, TakesLogits
+from specrun.runtime.proposers.within_grammar import WithinGrammar
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
 from specrun.runtime.round_costs import RoundCosts
@@ -158,6 +160,7 @@ class Engine(BestOfCalls):
         ):
             kinds = "text, or a list of messages such as {'role': 'user', 'content': 'Hi'}"
             raise UsageError(f"A prompt is {kinds}, not {prompt!r:.60}.")
+        require_possible(prompt, system, self.tokenizer, self.context)
         template = self.tokenizer.chat_template
         if raw or (template is None and isinstance(prompt, str)):
             if not isinstance(prompt, str):
@@ -359,13 +362,17 @@ class Engine(BestOfCalls):
 
     def proposer(self, request: Request, chooser: Chooser) -> Proposer | None:
         """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
-        return self.drafting.proposer(request, chooser, self._costs, self.prediction(request))
+        proposer = self.drafting.proposer(request, chooser, self._costs, self.prediction(request))
+        if proposer is None or request.constraint is None or isinstance(proposer, TakesLogits):
+            return proposer
+        return WithinGrammar(proposer, chooser)
 
     def prediction(self, request: Request) -> PredictedText | None:
         """The text that a request says is likely to come, for methods that copy."""
         if not request.prediction or "ngram" not in str(request.method):
             return None
-        return PredictedText(self.tokenizer.encode(request.prediction, add_bos=False)[: self.context])
+        likely = beginning(request.prediction, self.context)
+        return PredictedText(self.tokenizer.encode(likely, add_bos=False)[: self.context])
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.

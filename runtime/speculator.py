@@ -11,7 +11,7 @@ import functools
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -55,7 +55,7 @@ class Choice:
 PLAIN: Final = Choice()
 
 
-class _Frame:
+class Frame:
     """The inputs and outputs of one width, bound once."""
 
     def __init__(
@@ -77,21 +77,21 @@ class _Frame:
             (self.binding.bind_ortvalue_input if name in wanted else self.binding.bind_ortvalue_output)(name, value)
 
 
-class _HeadSession:
+class HeadSession:
     """What both have in common: the graph, its frames, the choice of tokens."""
 
     def __init__(self, name: str, onnx_session: Any, draft_vocabulary: int) -> None:
         self._name = name
         self._onnx_session = onnx_session
-        self._draft = draft_vocabulary
+        self.draft_vocabulary = draft_vocabulary
         self.top_k = min(TOP_K, draft_vocabulary)
-        self._frames: OrderedDict[tuple[int, ...], _Frame] = OrderedDict()
+        self._frames: OrderedDict[tuple[int, ...], Frame] = OrderedDict()
         self.onnx_seconds = 0.0
 
     def _choice_inputs(self, noise_rows: int) -> dict[str, NDArray[Any]]:
         return {
             "inverse_temperature": np.ones(1, np.float32),
-            "noise": np.zeros((noise_rows, self._draft), np.float32),
+            "noise": np.zeros((noise_rows, self.draft_vocabulary), np.float32),
             "top_k": np.array([self.top_k], np.int64),
         }
 
@@ -101,16 +101,16 @@ class _HeadSession:
             "log_probs": np.empty((rows, self.top_k), np.float32),
         }
         if logits:
-            outputs["logits"] = np.empty((rows, self._draft), np.float32)
+            outputs["logits"] = np.empty((rows, self.draft_vocabulary), np.float32)
         return outputs
 
-    def _keep(self, key: tuple[int, ...], frame: _Frame) -> _Frame:
+    def _keep(self, key: tuple[int, ...], frame: Frame) -> Frame:
         self._frames[key] = frame
         if len(self._frames) > MAX_FRAMES:
             self._frames.popitem(last=False)
         return frame
 
-    def _run(self, frame: _Frame, choice: Choice) -> Candidates:
+    def _run(self, frame: Frame, choice: Choice) -> Candidates:
         frame.inputs["inverse_temperature"][0] = choice.inverse_temperature
         if choice.noise is not None:
             frame.inputs["noise"][:] = choice.noise
@@ -129,7 +129,7 @@ class _HeadSession:
         return Candidates(tokens.tolist(), log_probs.tolist(), outputs["logits"] if choice.logits else None)
 
 
-class MedusaSession(_HeadSession):
+class MedusaSession(HeadSession):
     """A Medusa speculator: all heads from one feature row, f32 [feature_width], and perhaps the token after it."""
 
     def __init__(self, name: str, onnx_session: Any, *, heads: int, feature_width: int, draft_vocabulary: int) -> None:
@@ -137,7 +137,14 @@ class MedusaSession(_HeadSession):
         self.heads = heads
         self._width = feature_width
         shapes = {"features": (None, feature_width), "noise": (None, draft_vocabulary)}
-        check_shapes(name, onnx_session, shapes | {"tokens": (heads, None), "logits": (heads, draft_vocabulary)})
+        check_shapes(name, onnx_session, shapes | {"tokens": (None, None), "logits": (None, draft_vocabulary)})
+        features, rows = (
+            next(value.shape[0] for value in values if value.name == wanted)
+            for values, wanted in ((onnx_session.get_inputs(), "features"), (onnx_session.get_outputs(), "tokens"))
+        )
+        self.one_by_one = features == 1  # graphs of before serve one sequence a run
+        if isinstance(rows, int) and rows != heads:
+            raise ManifestError(f"The manifest of {name} does not describe its graph (tokens): make it again.")
         self._reads_token = any(value.name == "input_ids" for value in onnx_session.get_inputs())
 
     @property
@@ -145,31 +152,45 @@ class MedusaSession(_HeadSession):
         """Medusa keeps nothing."""
         return 0
 
-    def run(self, feature: Features, token: int, choice: Choice = PLAIN) -> Candidates:
-        """Candidates of every head: row j guesses the token j + 2 places after the feature's.
+    def run(self, features: Features, tokens: Sequence[int], choice: Choice = PLAIN) -> Candidates:
+        """Candidates of every head for sequences with these newest features f32 [n, feature_width].
 
-        token: the one after the feature's, which not all heads look at.
+        Row j * n + i of the candidates, and of the choice's noise, is of head j for sequence i: a guess of the token
+        j + 2 places after its feature's. tokens: the one after each feature, which not all heads look at.
         """
+        count = len(tokens)
+        if count > 1 and self.one_by_one:
+            return self._run_one_by_one(features, tokens, choice)
         noisy = choice.noise is not None
-        key = (int(choice.logits), int(noisy))
+        key = (count, int(choice.logits), int(noisy))
         frame = self._frames.get(key)
         if frame is None:
-            inputs: dict[str, NDArray[Any]] = {"features": np.zeros((1, self._width), np.float32)}
+            rows = self.heads * count
+            inputs: dict[str, NDArray[Any]] = {"features": np.zeros((count, self._width), np.float32)}
             if self._reads_token:
-                inputs["input_ids"] = np.zeros(1, np.int64)
-            inputs |= self._choice_inputs(self.heads if noisy else 1)
-            frame = self._keep(
-                key, _Frame(self._onnx_session, inputs, self._choice_outputs(self.heads, choice.logits), {})
-            )
-        frame.inputs["features"][0] = feature
+                inputs["input_ids"] = np.zeros(count, np.int64)
+            inputs |= self._choice_inputs(rows if noisy else 1)
+            frame = self._keep(key, Frame(self._onnx_session, inputs, self._choice_outputs(rows, choice.logits), {}))
+        frame.inputs["features"][:] = features
         if self._reads_token:
-            frame.inputs["input_ids"][0] = token
+            frame.inputs["input_ids"][:] = tokens
         return self._run(frame, choice)
 
-    def measure(self) -> float:
-        """Seconds of a run as it is between runs of the target: its weights are in no cache."""
-        feature = np.zeros(self._width, np.float32)
-        return _timed_cold(lambda: self.run(feature, 0))
+    def _run_one_by_one(self, features: Features, tokens: Sequence[int], choice: Choice) -> Candidates:
+        count, noise = len(tokens), choice.noise
+        rows: list[tuple[list[int], list[float], Any]] = [([], [], None)] * (self.heads * count)
+        for row, token in enumerate(tokens):
+            own = noise if noise is None or len(noise) == 1 else noise[row::count]
+            found = self.run(features[row : row + 1], [token], replace(choice, noise=own))
+            logits = [None] * self.heads if found.logits is None else found.logits.copy()
+            rows[row::count] = zip(found.tokens, found.log_probs, logits, strict=True)
+        joined, log_probs, raw = zip(*rows, strict=True)
+        return Candidates([*joined], [*log_probs], np.stack(raw) if choice.logits else None)
+
+    def measure(self, count: int = 1) -> float:
+        """Seconds of a run for so many sequences as it is between runs of the target: its weights are in no cache."""
+        features = np.zeros((count, self._width), np.float32)
+        return _timed_cold(lambda: self.run(features, [0] * count))
 
     def close(self) -> None:
         """Free the session."""
@@ -177,7 +198,7 @@ class MedusaSession(_HeadSession):
         self._onnx_session = None
 
 
-class EagleSession(_HeadSession):
+class EagleSession(HeadSession):
     """An EAGLE speculator with the KV buffer of its one layer.
 
     Slot i of the buffer holds the feature of token i together with token i + 1. `length` counts the slots that were
@@ -285,7 +306,7 @@ class EagleSession(_HeadSession):
         self._outputs[1 + first : needed] = frame.outputs["hidden"]
         return candidates, list(range(first, first + count))
 
-    def _frame(self, features: int, recycled: int, rows: int, choice: Choice, slots: int) -> _Frame:
+    def _frame(self, features: int, recycled: int, rows: int, choice: Choice, slots: int) -> Frame:
         if slots > self._positions:
             raise ContextLengthError(f"{slots} positions are needed and {self._name} has {self._positions}.")
         self.reserve(slots)
@@ -314,7 +335,7 @@ class EagleSession(_HeadSession):
         key_value, value_value = self.cache.values
         shared = {"past_key": key_value, "past_value": value_value}
         shared |= {"present_key": key_value, "present_value": value_value}
-        return self._keep(key, _Frame(self._onnx_session, inputs, outputs, shared))
+        return self._keep(key, Frame(self._onnx_session, inputs, outputs, shared))
 
     def measure(self) -> tuple[float, list[float]]:
         """(seconds of writing one slot, seconds of a level with 1, 2, .. nodes).

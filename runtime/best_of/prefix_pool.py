@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specrun.runtime.batching.row_pool import PoolRow, RowPool
 from specrun.runtime.best_of.prefix_session import SINK, PrefixSession
-from specrun.runtime.row_pool import PoolRow, RowPool
 from specrun.runtime.session import SPARE
 
 
@@ -25,9 +25,8 @@ class PrefixPool(RowPool):
     def __init__(
         self, session: PrefixSession, rows: int, logits: NDArray[np.float32], features: NDArray[np.float32]
     ) -> None:
-        """session: over the buffers of all rows.
-
-        logits, features: f32 [vocabulary] after the prompt's last token, f32 [1, taps x hidden] of it.
+        """session: over the buffers of all rows. logits, features: what reading the prompt gave, f32 [vocabulary] after
+        it and f32 [n, taps x hidden] of its last n tokens.
         """
         super().__init__(session, rows, session.cache)
         self.before = session.prefix.length - SINK
@@ -56,10 +55,10 @@ class PrefixPool(RowPool):
         return super().run(first, tokens, rows=rows)
 
     def features(self, slot: int) -> NDArray[np.float32]:
-        """As `RowPool.features`; of a row that has just read the prompt's last token, that token's."""
+        """As `RowPool.features`; behind the prompt those of its last tokens."""
         return self._features if self._last is None else super().features(slot)
 
-    def begin(self, slot: int, text: Sequence[int]) -> int:
+    def begin(self, slot: int, text: Sequence[int], *, aim: int | None = None) -> int:
         """Give a row to a sample; how much of the prompt it holds."""
         self.cache.rewind_to(0, slot)
         self.texts[slot] = ()

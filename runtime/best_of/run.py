@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.models_cache.errors import SpecrunError, UsageError
-from specrun.runtime.batch_costs import BatchCosts
-from specrun.runtime.batch_row import batch_method
-from specrun.runtime.batch_size import memory_for_rows
-from specrun.runtime.batch_stats import BatchStats
+from specrun.runtime.batching.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_row import batch_method
+from specrun.runtime.batching.batch_size import memory_for_rows
+from specrun.runtime.batching.batch_stats import BatchStats
+from specrun.runtime.batching.scheduler import Incoming, Scheduler
 from specrun.runtime.best_of.candidates import Candidate, Score
 from specrun.runtime.best_of.likelihood import LogprobScore
 from specrun.runtime.best_of.limits import MOST_ROWS, MOST_SAMPLES, TEMPERATURE
@@ -33,10 +34,10 @@ from specrun.runtime.best_of.result import (
 )
 from specrun.runtime.best_of.sample_row import SampleRow
 from specrun.runtime.best_of.siblings import SiblingTexts, sibling_estimate
+from specrun.runtime.proposers.eagle import WINDOW
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Result, Usage
 from specrun.runtime.running import RESERVED_TOKENS, Running
-from specrun.runtime.scheduler import Incoming, Scheduler
 from specrun.runtime.session import PREFILL_CHUNK
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ class Progress:
     done: int
     samples: int
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What reading a prompt gave: logits f32 [vocabulary] after it, features f32 [n, ...] of its last n tokens."""
+
+    logits: NDArray[np.float32]
+    features: NDArray[np.float32]
 
 
 class BestOf:
@@ -75,7 +84,7 @@ class BestOf:
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.score: Score = LogprobScore() if score is None else score
-        self._request = _checked(options, n, certainties or self.score.name == "certainty")
+        self._request = _checked(engine, options, n, certainties or self.score.name == "certainty")
         self._bound: Callable[[Sequence[float], int], float | None] | None = None
         if prune:
             self._bound = getattr(self.score, "bound", None)
@@ -119,12 +128,12 @@ class BestOf:
             exact = graph.rule.exact and engine.calibration.rule.exact
             began = time.perf_counter()
             try:
-                logits, cached = self._read_prompt()
+                read, cached = self._read_prompt()
                 prefill_s = time.perf_counter() - began
                 stats, memory = BatchStats(0), BestOfMemory(engine.bundle.weights_bytes, 0, 0, 0)
-                if logits is not None:
+                if read is not None:
                     engine.target.fit(len(self._prompt))
-                    memory = self._decode(graph, Prefix.of_cache(engine.target.cache), logits, stats)
+                    memory = self._decode(graph, Prefix.of_cache(engine.target.cache), read, stats)
             finally:
                 engine.finish_request(replace(self._request, method="none"), [*self._prompt, 0], drafted=False)
         finally:
@@ -158,20 +167,24 @@ class BestOf:
             pass_at_k=self._pass_at_k(candidates),
         )
 
-    def _read_prompt(self) -> tuple[NDArray[np.float32] | None, int]:
-        """(logits f32 [vocabulary] after the prompt, None if it was cancelled; tokens that were read before)."""
+    def _read_prompt(self) -> tuple[_Read | None, int]:
+        """(what reading the prompt gave, None if it was cancelled; tokens that were read before)."""
         engine, prompt = self._engine, self._prompt
         cached = engine.prepare(prompt, len(prompt))
-        logits: NDArray[np.float32] | None = None
+        if str(self._request.method).startswith("eagle"):  # its slots of the prompt's end are written anew
+            cached = min(cached, max(0, len(prompt) - 1 - WINDOW))
+            engine.target.rewind_to(cached)
+        read: _Read | None = None
         for start in range(cached, len(prompt), PREFILL_CHUNK):
             if self._cancelled.is_set():
                 return None, cached
-            logits = engine.target.prefill(prompt[start : start + PREFILL_CHUNK])[0]
-        return None if logits is None else logits.copy(), cached
+            logits = engine.target.prefill(prompt[start : start + PREFILL_CHUNK])[0].copy()
+            new = engine.target.features
+            features = new.copy() if read is None else np.concatenate([read.features, new])
+            read = _Read(logits, features[-1 - WINDOW :])
+        return read, cached
 
-    def _decode(
-        self, graph: PrefixGraph, prefix: Prefix, logits: NDArray[np.float32], stats: BatchStats
-    ) -> BestOfMemory:
+    def _decode(self, graph: PrefixGraph, prefix: Prefix, read: _Read, stats: BatchStats) -> BestOfMemory:
         """Decode all samples; what the buffers took."""
         engine, sizes = self._engine, self._engine.bundle.manifest.sizes
         slot_bytes = prefix.nbytes // prefix.length
@@ -181,7 +194,7 @@ class BestOf:
             rows = max(1, min(rows, free // (slot_bytes * (SINK + self._most_tokens))))
         stats.batch_size = rows
         session = graph.session(prefix, rows, self._most_tokens, now=min(self._most_tokens, RESERVED_TOKENS))
-        pool = PrefixPool(session, rows, logits, engine.target.features[-1:].copy())
+        pool = PrefixPool(session, rows, read.logits, read.features)
         eos = engine.bundle.manifest.special_ids.eos
         texts = SiblingTexts(self._prompt, engine.drafting.table.max_n, eos)
         make_row = partial(SampleRow, texts=texts, estimate=sibling_estimate())
@@ -265,7 +278,7 @@ class BestOf:
         return {k: pass_at_k(count, right, k) for k in sorted({*_KEPT_KS, count}) if k <= count}
 
 
-def _checked(options: RequestOptions, n: int, certainties: bool) -> Request:
+def _checked(engine: Engine, options: RequestOptions, n: int, certainties: bool) -> Request:
     """The request of a sample; each has its own `sample_index`."""
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_SAMPLES:
         raise UsageError(f"n must be a whole number from 1 to {MOST_SAMPLES}, not {n!r}.")
@@ -276,7 +289,7 @@ def _checked(options: RequestOptions, n: int, certainties: bool) -> Request:
     if request.options.sampling.greedy and n > 1:
         raise UsageError(f"Without sampling all {n} samples are the same: give a temperature of 0.8, say, or n of 1.")
     generation = replace(request.options, logprobs=request.options.logprobs or 0, certainties=certainties)
-    return replace(request, options=generation, method=batch_method(request.method))
+    return replace(request, options=generation, method=batch_method(engine, request.method))
 
 
 def split_arguments(arguments: dict[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specrun.runtime.batch_row import BatchRow
+from specrun.runtime.batching.batch_row import BatchRow
+from specrun.runtime.batching.row_drafts import RowDrafts
+from specrun.runtime.batching.row_pool import RowPool
+from specrun.runtime.batching.row_proposer import RowProposer
 from specrun.runtime.best_of.siblings import SiblingTable, SiblingTexts
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.proposers.ngram import Cell, NgramProposer
 from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import Request
-from specrun.runtime.row_pool import RowPool
 from specrun.runtime.running import Running
 
 if TYPE_CHECKING:
@@ -30,26 +32,32 @@ class SampleRow(BatchRow):
         slot: int,
         index: int,
         running: Running,
+        drafts: RowDrafts,
         *,
         texts: SiblingTexts,
         estimate: AcceptanceEstimate[Cell],
     ) -> None:
         self._texts, self._estimate = texts, estimate
-        super().__init__(engine, pool, slot, index, running)
+        super().__init__(engine, pool, slot, index, running, drafts)
 
-    def proposer(self, request: Request, chooser: Chooser) -> OfferedNgrams | None:
-        """N-grams over all samples, or None."""
-        fixed = request.options.draft_length
-        if request.method == "none" or fixed == 0:
-            return None
+    def proposer(self, request: Request, chooser: Chooser) -> RowProposer | None:
+        """What drafts for it; n-grams are those of all samples."""
+        self.drafting = self._drafts.proposer(request, chooser, self._ngrams)
+        return self.drafting
+
+    def _ngrams(self, request: Request) -> OfferedNgrams:
         table = SiblingTable(self._engine.drafting.table, self._texts, request.sample_index)
-        planner = DraftLengthPlanner(lambda width: 1.0, fixed=fixed)
-        self._offered = OfferedNgrams(NgramProposer(table, planner, self._estimate, self._engine.prediction(request)))
-        return self._offered
+        planner = DraftLengthPlanner(lambda width: 1.0, fixed=request.options.draft_length)
+        return OfferedNgrams(NgramProposer(table, planner, self._estimate, self._engine.prediction(request)))
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """The other samples may copy all of it; the engine keeps nothing."""
         if drafted:
             start = len(self.running.prompt_tokens)
             self._texts.extend(request.sample_index, committed[start:], start)
-        self.running.memory = replace(self._engine.memory("none"), kv_target_bytes=self._pool.cache.nbytes)
+        memory = self._engine.memory("none" if self.drafting is None else str(request.method))
+        self.running.memory = replace(
+            memory, kv_target_bytes=self._pool.cache.nbytes, kv_draft_bytes=self._drafts.nbytes
+        )
+        if self.drafting is not None:
+            self.drafting.close()

@@ -66,7 +66,7 @@ class RayWorkers:
         """The ids of the workers' processes, each on its machine."""
         return [slot.process for slot in self._slots]
 
-    def answers(self, requests: Iterable[LineRequest]) -> Iterator[Answer]:
+    def answers(self, requests: Iterable[LineRequest | None]) -> Iterator[Answer]:
         """The answers in order of completion; closing the iterator ends the workers."""
         ray = _ray()
         left = iter(requests)
@@ -117,10 +117,13 @@ class RayWorkers:
         if self._owned:
             _ray().shutdown()
 
-    def _give(self, slot: _Slot, waiting: list[LineRequest], left: Iterator[LineRequest]) -> None:
+    def _give(self, slot: _Slot, waiting: list[LineRequest], left: Iterator[LineRequest | None]) -> None:
         """Give a worker its next requests; fewer when few are left, so that all workers end together."""
         most = _REQUESTS * (self._batch_size or _BATCH_SIZE)
-        waiting += itertools.islice(left, max(0, self.workers * most - len(waiting)))
+        for request in itertools.islice(left, max(0, self.workers * most - len(waiting))):
+            if request is None:
+                break
+            waiting.append(request)
         count = min(most, -(-len(waiting) // self.workers))
         if count:
             slot.requests = {request.number: request for request in waiting[:count]}

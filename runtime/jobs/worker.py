@@ -26,9 +26,12 @@ class Answer:
 
 
 class Worker(Protocol):
-    """Computes requests. `answers` reads them as it needs them and gives answers as they are ready."""
+    """Computes requests. `answers` reads them as it needs them and gives answers as they are ready.
 
-    def answers(self, requests: Iterable[LineRequest]) -> Iterator[Answer]: ...
+    None among them: nothing has come yet, go on with what there is. It comes only while answers are waited for.
+    """
+
+    def answers(self, requests: Iterable[LineRequest | None]) -> Iterator[Answer]: ...
 
 
 class EngineWorker:
@@ -40,7 +43,7 @@ class EngineWorker:
         self._engine = engine
         self._batch = BatchEngine(engine, batch_size=batch_size)
 
-    def answers(self, requests: Iterable[LineRequest]) -> Iterator[Answer]:
+    def answers(self, requests: Iterable[LineRequest | None]) -> Iterator[Answer]:
         """The answers in order of completion; closing the iterator stops the work.
 
         A line that wants several samples has the engine for itself, after those that were begun before it.
@@ -48,9 +51,9 @@ class EngineWorker:
         left = iter(requests)
         sampled: list[LineRequest] = []
 
-        def others() -> Iterator[LineRequest]:
+        def others() -> Iterator[LineRequest | None]:
             for request in left:
-                if request.samples > 1:
+                if request is not None and request.samples > 1:
                     sampled.append(request)
                     return
                 yield request
@@ -61,13 +64,16 @@ class EngineWorker:
                 return
             yield self._best_of(sampled.pop())
 
-    def _together(self, requests: Iterator[LineRequest]) -> Iterator[Answer]:
+    def _together(self, requests: Iterator[LineRequest | None]) -> Iterator[Answer]:
         from specrun.runtime.batch import BatchRequest
 
         listed: dict[int, bool] = {}
 
-        def batch() -> Iterator[BatchRequest]:
+        def batch() -> Iterator[BatchRequest | None]:
             for request in requests:
+                if request is None:
+                    yield None
+                    continue
                 listed[request.number] = request.listed
                 yield BatchRequest(request.number, request.prompt, request.options)
 

@@ -16,7 +16,7 @@ from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import SHARED_GRAPH, KVSpec
 from specrun.runtime import BestOfResult, Candidate, Engine
-from specrun.runtime.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.best_of.prefix_graph import PrefixGraph
 from specrun.runtime.best_of.result import choose, pass_at_k
 from specrun.runtime.best_of.run import BestOf, Progress
@@ -319,7 +319,7 @@ def test_what_cannot_be(models: TinyModels) -> None:
         ({"n": True}, "n must be"),
         ({"temperature": 0.0}, "all 16 samples are the same"),
         ({"sample_index": 1}, "leave sample_index out"),
-        ({"method": "medusa"}, "one request at a time"),
+        ({"method": "lookahead"}, "one request at a time"),
         ({"budget_tokens": 0}, "budget_tokens must be 1"),
         ({"budget_s": -1.0}, "budget_s must be above 0"),
         ({"max_tokens": 0}, "max_tokens of 1"),

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from specrun.runtime.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_costs import BatchCosts
 
 SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 ENOUGH: Final = 1.05  # of two sizes whose tokens cost nearly the same the smaller one: the last rows end sooner

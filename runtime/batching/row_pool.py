@@ -37,6 +37,9 @@ class Session(Protocol):
         ...
 
 
+_LITTLE = 8  # positions that are read again for a head
+
+
 class RowPool:
     """Rows of KV buffers for one target. A run goes over rows next to each other and costs that of the widest one.
 
@@ -110,19 +113,23 @@ class RowPool:
         features: NDArray[np.float32] = session.batch_features[slot - first, : counts[slot - first]]
         return features
 
-    def begin(self, slot: int, text: Sequence[int]) -> int:
+    def begin(self, slot: int, text: Sequence[int], *, aim: int | None = None) -> int:
         """Give a row to the text that `text`, a prompt, begins; how much of it the row holds already, never all.
 
         That is copied from whichever row shares most with it. `text` may grow; it is what the row is known to hold.
+        aim: what a head would like to be held: a little more than that is not.
         """
         held = [self._shared(other, text) for other in range(self.cache.batch)]
         best = max(range(len(held)), key=lambda other: (held[other], other == slot))
+        length = held[best]
+        if aim and length - _LITTLE <= aim < length:
+            length = aim
         if best == slot:
-            self.cache.rewind_to(held[slot], slot)
+            self.cache.rewind_to(length, slot)
         else:
-            self.cache.copy_prefix(best, slot, held[best])
+            self.cache.copy_prefix(best, slot, length)
         self.texts[slot] = text
-        return held[best]
+        return length
 
     def move(self, source: int, slot: int) -> None:
         """Put a row in the place of another."""
