@@ -3,6 +3,7 @@
 The path of a request: `engine` -> `stream` -> `loop`, which asks `proposers` for draft tokens, runs them in `session`
 (over `kv_cache`) and has `chooser` judge them by `acceptance` and `sampling`; `text_stream` makes text of what stands.
 Of many requests: `jobs` reads and writes files, `batch` -> `batching` runs the same loop for each row of a pool.
+Of many samples of one prompt: `best_of` runs them so behind a prompt that is stored once, and a score chooses.
 
 >>> from specrun.runtime import Engine
 >>> with Engine.load("smollm2-135m") as engine:                           # doctest: +SKIP

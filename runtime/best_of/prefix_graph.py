@@ -112,8 +112,8 @@ class PrefixGraph:
         many = self._open(prefix, MANY_ROWS, PROBED_TOKENS, None, rule)
         runs: list[tuple[PrefixSession, Sequence[Sequence[int]], int]]
         runs = [(ragged, RAGGED, row) for row in range(ragged.cache.batch)]
-        runs.append((many, [[1] * MANY_ROWS] * PROBED_TOKENS, MANY_ROWS - 1))
-        runs.append((many, [[3] * MANY_ROWS] * 3, 1))
+        runs.append((many, [[1] * MANY_ROWS] * 3, MANY_ROWS - 1))
+        runs.append((many, [[3] * MANY_ROWS], 1))
         for session, counts, row in runs:
             found = _chain(session, tokens, counts, row=row)
             if whole is None or not np.array_equal(found, whole[: len(found)]):

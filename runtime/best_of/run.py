@@ -125,7 +125,7 @@ class BestOf:
         try:
             self._start = time.perf_counter()
             graph = engine.prefix_graph()
-            rule = graph.rule
+            exact = graph.rule.exact and engine.calibration.rule.exact
             began = time.perf_counter()
             try:
                 read, cached = self._read_prompt()
@@ -155,7 +155,7 @@ class BestOf:
             score=self.score.name,
             model=engine.bundle.manifest.name,
             method=str(self._request.method),
-            exactness="distribution" if drawn else "bitwise" if rule.exact else "rounding",
+            exactness="distribution" if drawn else "bitwise" if exact else "rounding",
             seed=None if sampling.greedy else sampling.seed,
             usage=Usage(len(self._prompt), sum(len(candidate.token_ids) for candidate in candidates), cached),
             timings=BestOfTimings(engine.load_s, prefill_s, stats.decode_s, time.perf_counter() - began),

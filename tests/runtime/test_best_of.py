@@ -135,6 +135,22 @@ def test_samples_follow_the_distribution(models: TinyModels) -> None:
     assert scipy.stats.chi2.sf(statistic, kept.sum()) > 1e-3
 
 
+def test_the_rejection_rule(models: TinyModels, wide: None) -> None:
+    """Exact in distribution: the same seed gives the same samples by the same method."""
+    engine = models.engine("tgt")
+    options = RAW | {"sampling": "rejection", "temperature": 0.5}
+    first = engine.best_of(PROMPT, n=4, method="none", **options)
+    assert first.exactness == "distribution"
+    assert engine.best_of(PROMPT, n=4, method="none", **options).candidates == first.candidates
+    drafted = engine.best_of(PROMPT, n=4, method="ngram", **options)
+    assert all(candidate.token_ids for candidate in drafted.candidates)
+
+
+def test_a_constraint_holds_for_every_sample(models: TinyModels) -> None:
+    found = models.engine("tgt").best_of("Yes or no?", n=5, raw=True, regex="(yes|no)", seed=1)
+    assert {candidate.text for candidate in found.candidates} <= {"yes", "no"}
+
+
 def test_more_samples_than_rows(models: TinyModels, monkeypatch: pytest.MonkeyPatch, wide: None) -> None:
     engine = models.engine("tgt")
     together = engine.best_of(PROMPT, n=9, **RAW)
