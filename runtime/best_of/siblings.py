@@ -11,7 +11,7 @@ from specrun.runtime.ngram_table import CANDIDATES, LONGEST_MATCH, Agreement, Ma
 from specrun.runtime.proposers.ngram import LENGTHS, PRIORS, Cell
 
 # Chance that a token copied from another sample stands, by how many tokens before it match. "sibling" was counted on
-# SmolLM2-135M, 8 samples at temperature 0.8 of each of 11 Spec-Bench prompts; from 8 tokens on, and of "siblings", which
+# SmolLM2-135M, 8 samples (temperature 0.8) of 11 Spec-Bench prompts each; from 8 tokens on, and of "siblings", which
 # takes 5, there were few. What a request shows then moves the estimates.
 _CHANCES: Final[dict[Agreement, tuple[float, ...]]] = {
     "sibling": (0.18, 0.35, 0.46, 0.55, 0.55, 0.52, 0.52, 0.55, 0.60),
