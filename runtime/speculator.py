@@ -143,10 +143,16 @@ class MedusaSession(HeadSession):
             for values, wanted in ((onnx_session.get_inputs(), "features"), (onnx_session.get_outputs(), "tokens"))
         )
         self.one_by_one = features == 1  # graphs of before serve one sequence a run
-        if isinstance(rows, int) and rows != heads:
-            raise ManifestError(f"The manifest of {name} does not describe its graph (tokens): make it again.")
         self._measured: dict[int, float] = {}
         self._reads_token = any(value.name == "input_ids" for value in onnx_session.get_inputs())
+        if (rows if isinstance(rows, int) else self._rows_of_one()) != heads:
+            raise ManifestError(f"The manifest of {name} does not describe its graph (tokens): make it again.")
+
+    def _rows_of_one(self) -> int:
+        """Rows that the graph gives for one sequence: its shapes leave that open, so it is run."""
+        inputs = {"features": np.zeros((1, self._width), np.float32), **self._choice_inputs(1)}
+        inputs |= {"input_ids": np.zeros(1, np.int64)} if self._reads_token else {}
+        return len(self._onnx_session.run(["tokens"], inputs)[0])
 
     @property
     def kv_bytes(self) -> int:

@@ -187,7 +187,7 @@ def test_a_bundle_without_features(models: TinyModels, monkeypatch: pytest.Monke
 def test_verify_covers_heads(models: TinyModels) -> None:
     found = list(verify(models.engine("heads-int8"), PROMPTS[:2], draft_lengths=(3,), max_tokens=16))
     assert all(case.equal for case in found)
-    assert {(case.method, case.draft_length) for case in found} == {
+    assert {(case.method, case.draft_length) for case in found if case.batch == 1} == {
         (method, draft_length) for method in METHODS_OF_ALL[2:] for draft_length in (3, None)
     }
 
