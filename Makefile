@@ -22,9 +22,10 @@ demo: .venv/.installed
 	@$(DEMO)
 	@echo 'Go on with: . .venv/bin/activate && specrun chat   (or .venv/bin/specrun --help)'
 
-test: .venv-test/.installed
+test: .venv-test/.installed .venv-optimum/.installed
 	.venv-test/bin/python -m pytest
 	.venv-test/bin/python -m pytest -m weights
+	.venv-optimum/bin/python -m pytest -m optimum tests/export/test_reward_optimum.py
 
 check: .venv-test/.installed
 	.venv-test/bin/python -m ruff check .
@@ -33,7 +34,7 @@ check: .venv-test/.installed
 	PYTHON="$(CURDIR)/.venv-test/bin/python" scripts/check-wheel
 
 clean:
-	rm -rf .venv .venv-test build dist
+	rm -rf .venv .venv-test .venv-optimum build dist
 
 .venv/.installed: pyproject.toml
 	@scripts/python-version "$(PYTHON)"
@@ -47,4 +48,12 @@ clean:
 	@echo "Making .venv-test and installing what the tests need; this takes some minutes ..."
 	@"$(PYTHON)" -m venv .venv-test
 	@.venv-test/bin/python $(PIP_INSTALL) --constraint tests/constraints.txt --editable '.[cpu,test,dev]'
+	@touch $@
+
+# optimum-onnx wants an older transformers than the other tests do.
+.venv-optimum/.installed: pyproject.toml tests/constraints.txt
+	@scripts/python-version "$(PYTHON)"
+	@echo "Making .venv-optimum and installing what exporting reward models needs; this takes some minutes ..."
+	@"$(PYTHON)" -m venv .venv-optimum
+	@.venv-optimum/bin/python $(PIP_INSTALL) --constraint tests/constraints.txt --editable '.[cpu,optimum]' 'pytest>=8.3'
 	@touch $@

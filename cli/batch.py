@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,18 @@ _SAID_S = 30.0  # and between lines where there is none
 @click.argument("source", metavar="IN|-")
 @click.argument("target", metavar="OUT|-")
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), metavar="N", help="Requests at a time; by default as many as pay."
+    "--batch-size", type=click.IntRange(1, 256), metavar="N", help="Requests at a time; by default as many as pay."
 )
 @click.option(
     "--resume/--no-resume",
     default=True,
     show_default=True,
     help="Go on where an earlier run of the same job stopped; --no-resume replaces what it wrote.",
+)
+@click.option(
+    "--retry-failed",
+    is_flag=True,
+    help="Try lines again that failed in an earlier run of the same job, but for those that can only fail.",
 )
 @click.option(
     "--order",
@@ -66,6 +71,7 @@ def batch(
     target: str,
     batch_size: int | None,
     resume: bool,
+    retry_failed: bool,
     order: str,
     runner: str,
     workers: int | None,
@@ -84,8 +90,8 @@ def batch(
     prediction, system, raw and so on; the options below hold for lines that do not say otherwise. A body for
     /v1/completions is continued as it is. A sampled line without a seed gets one of its own, which its answer tells.
 
-    Requests run together draft by n-grams. Heads and draft models draft for one request at a time: with such a --method
-    the batch size is 1.
+    Requests that run together draft by any method but lookahead, which takes a batch size of 1. Heads and draft models
+    draft for all of them in one run, as far as that pays.
 
     Answers are lines of the OpenAI batch form: "id" is "line-17" for line 17, "response" has the JSON of `generate` as
     its body, and "error" says what was wrong with a line that failed; the others go on.
@@ -105,7 +111,7 @@ def batch(
       cat questions.jsonl | specrun batch - - | jq -r .response.body.text
     """
     from specrun.models_cache.errors import UsageError
-    from specrun.runtime.batch_row import rows_for
+    from specrun.runtime.batching.batch_row import rows_for
     from specrun.runtime.jobs import JobSettings
     from specrun.runtime.request import request_options
 
@@ -114,6 +120,10 @@ def batch(
     batch_size = rows_for(values["method"], batch_size)
     if as_json and target == "-":
         raise UsageError("The answers go to stdout: name an output file to have the summary of --json there.")
+    if retry_failed and not resume:
+        raise UsageError("--retry-failed goes on with an output that --no-resume replaces: give one of them.")
+    if retry_failed and not _is_file(target):
+        raise UsageError("--retry-failed goes on with an output that is kept: name a file.")
     if workers is not None and runner != "ray":
         raise UsageError("--workers is for Ray: add --engine ray.")
     _check_places(source, target)
@@ -128,7 +138,9 @@ def batch(
     )
     with ExitStack() as stack:
         lines = stack.enter_context(_opened(source, streamed=not _is_file(target)))
-        job = stack.enter_context(_job(lines, target, settings, resume=resume))
+        job = stack.enter_context(_job(lines, target, settings, resume=resume, retry_failed=retry_failed))
+        if job.counts.retried:
+            note(f"{job.counts.retried} lines that failed are tried again")
         if job.counts.before and not job.complete:
             note(f"{job.counts.before} of {job.counts.total} lines are done already: going on")
         try:
@@ -189,11 +201,11 @@ def _opened(source: str, *, streamed: bool) -> Iterator[Source]:
 
 
 @contextmanager
-def _job(lines: Source, target: str, settings: Any, *, resume: bool) -> Iterator[Job]:
+def _job(lines: Source, target: str, settings: Any, *, resume: bool, retry_failed: bool) -> Iterator[Job]:
     from specrun.runtime.jobs import open_job, stream_job
 
     if _is_file(target):
-        with open_job(lines, Path(target), settings, resume=resume) as job:
+        with open_job(lines, Path(target), settings, resume=resume, retry_failed=retry_failed) as job:
             yield job
     elif target == "-":
         with stream_job(lines, sys.stdout.buffer, settings) as job:
@@ -221,10 +233,11 @@ def _ray_workers(
 
     ensure_speculators(bundle, values["draft"], (values["method"],))
     engine = {name: value for name, value in engine_values(values).items() if name != "yes"}
-    with waiting("starting Ray"):
-        found = RayWorkers(engine, workers=workers, batch_size=batch_size)
-    with closing(found):
-        yield found
+    with redirect_stdout(sys.stderr):  # Ray prints there what it says of workers that die
+        with waiting("starting Ray"):
+            found = RayWorkers(engine, workers=workers, batch_size=batch_size)
+        with closing(found):
+            yield found
 
 
 def _run(job: Job, worker: Worker) -> None:

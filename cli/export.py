@@ -48,8 +48,19 @@ LOW_AGREEMENT = 0.9
     help="What drafts for the model: Medusa or EAGLE heads, which are attached to it, or a smaller model, which is "
     "exported too.",
 )
+@click.option(
+    "--task",
+    type=click.Choice(["generate", "reward"]),
+    default="generate",
+    show_default=True,
+    help="reward: a model that rates texts, for --score reward:NAME of best-of. It needs the extra `optimum`, and is "
+    "kept in fp32.",
+)
+@click.option("--label", help="Of a reward model with several labels, the one whose probability is the reward.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
 def export(
+    ctx: click.Context,
     source: str,
     name: str | None,
     precision: str | None,
@@ -58,6 +69,8 @@ def export(
     output: Path | None,
     force: bool,
     draft: str | None,
+    task: str,
+    label: str | None,
     as_json: bool,
 ) -> None:
     """Compile weights to a bundle of ONNX graphs.
@@ -65,6 +78,8 @@ def export(
     Prints the bundle's path. SOURCE is a folder of safetensors weights in the transformers layout, a .gguf file, a hub
     repository (ORG/NAME or ORG/NAME/FILE.gguf) or a known name (smollm2-135m). Sizes, and how close the graph stays to
     the source's own weights, are shown on stderr.
+
+    With --task reward, SOURCE is a sequence-classification model in the same layout.
 
     Heads are a folder that `specrun train` wrote, or published ones with safetensors files, here or on the hub.
 
@@ -76,9 +91,18 @@ def export(
       specrun export ./big-model --draft ./small-model
       specrun generate --model big-model --draft small-model "Hello"
       specrun export ./big-model --draft ./eagle-heads
+      specrun export --task reward ./reward-model
     """
     from specrun.models_cache.errors import UsageError
 
+    if task == "reward":
+        given = ctx.get_parameter_source("precision") is not click.core.ParameterSource.DEFAULT
+        if block is not None or draft is not None or (given and precision != "fp32"):
+            raise UsageError("A reward model stays fp32 and has no draft: leave --precision, --block, --draft out.")
+        _export_reward(source, name, label, output, force, as_json)
+        return
+    if label is not None:
+        raise UsageError("--label is an option of reward models: add --task reward.")
     heads = None
     if draft is not None:
         from specrun.export.heads_source import find_heads
@@ -101,6 +125,28 @@ def export(
         echo_json(_facts(bundles[0]) | extra)
         return
     for bundle in bundles:
+        click.echo(str(bundle.path))
+
+
+def _export_reward(
+    source: str, name: str | None, label: str | None, output: Path | None, force: bool, as_json: bool
+) -> None:
+    from specrun.cli.models import reward_facts
+    from specrun.export.reward import export_reward
+
+    with progress_line() as progress:
+        bundle = export_reward(source, name=name, label=label, output=output, force=force, progress=progress)
+    manifest, facts = bundle.manifest, reward_facts(bundle)
+    if not progress.used:
+        note(f"{manifest.name} is here already; --force exports it anew")
+    reads = "its logit" if len(manifest.labels) == 1 else f"the log-probability of {facts['label']}"
+    note(
+        f"{manifest.name}: {manifest.family} reward model, {facts['bytes'] / 1e6:.0f} MB, context {manifest.context}, "
+        f"reads {reads}; logits within {manifest.error:.1g} of the source's"
+    )
+    if as_json:
+        echo_json({"name": manifest.name, "path": str(bundle.path)} | facts)
+    else:
         click.echo(str(bundle.path))
 
 

@@ -75,7 +75,7 @@ def generate(
         raise UsageError("--tokens and --logprobs are shown in JSON only: add --json.")
     if request_options(**request).options.sampling.greedy and samples > 1:
         raise UsageError(f"Without sampling all {samples} samples are the same: add --temperature 0.8, say.")
-    text = _prompt(prompt, file)
+    text = read_prompt(prompt, file, "generate")
     objects = []
     interrupted = False
     with open_engine(**engine_values(values), methods=(values["method"],)) as engine:
@@ -102,27 +102,27 @@ def generate(
         raise click.exceptions.Exit(130)
 
 
-def _prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt's text, from one of its three places."""
+def read_prompt(prompt: str | None, file: str | None, command: str) -> str:
+    """The prompt's text, from one of its three places; UsageError names the command."""
     from specrun.models_cache.errors import UsageError
 
     if prompt is not None and file is not None:
         raise UsageError("Give either PROMPT or --file, not both.")
     if prompt not in (None, "-"):
-        return _not_empty(str(prompt), "PROMPT")
+        return _not_empty(str(prompt), "PROMPT", command)
     if file is None and prompt is None and is_terminal(sys.stdin):
-        raise UsageError('No prompt: give it as in `specrun generate "Hello"`, with --file, or on stdin.')
+        raise UsageError(f'No prompt: give it as in `specrun {command} "Hello"`, with --file, or on stdin.')
     data = Path(file).read_bytes() if file is not None else sys.stdin.buffer.read()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"The prompt is not UTF-8 text (at byte {error.start}): convert it first.") from None
-    return _not_empty(text.removesuffix("\n").removesuffix("\r"), file or "stdin")
+    return _not_empty(text.removesuffix("\n").removesuffix("\r"), file or "stdin", command)
 
 
-def _not_empty(text: str, place: str) -> str:
+def _not_empty(text: str, place: str, command: str) -> str:
     from specrun.models_cache.errors import UsageError
 
     if not text.strip():
-        raise UsageError(f'The prompt is empty ({place}): give some text, as in `specrun generate "Hello"`.')
+        raise UsageError(f'The prompt is empty ({place}): give some text, as in `specrun {command} "Hello"`.')
     return text

@@ -7,10 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from specrun.runtime.stream import Stream
+
+class Cancellable(Protocol):
+    """What can be told to end early."""
+
+    def cancel(self) -> None:
+        """End after the round that runs."""
+        ...
 
 
 class Interrupt:
@@ -21,7 +26,7 @@ class Interrupt:
 
 
 @contextmanager
-def cancel_on_interrupt(stream: Stream) -> Iterator[Interrupt]:
+def cancel_on_interrupt(stream: Cancellable) -> Iterator[Interrupt]:
     """The first Ctrl-C cancels the stream; a second one raises KeyboardInterrupt at once."""
     interrupt = Interrupt()
 

@@ -12,8 +12,26 @@ from typing import Any, NoReturn
 
 import click
 
-COMMANDS = ("generate", "chat", "batch", "export", "models", "train", "verify", "check", "tune", "bench", "plan")
+COMMANDS = (
+    "generate",
+    "chat",
+    "best-of",
+    "batch",
+    "export",
+    "models",
+    "train",
+    "verify",
+    "check",
+    "tune",
+    "bench",
+    "plan",
+)
 INTERRUPTED = 130
+
+
+def _module(command: str) -> str:
+    """The module, and what is in it, of a command."""
+    return command.replace("-", "_")
 
 
 class _WrongUsage(click.ClickException):
@@ -26,12 +44,13 @@ class _Specrun(click.Group):
     """Imports the module of the command that runs, and no other."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name in COMMANDS if importlib.util.find_spec(f"specrun.cli.{name}")]
+        return [name for name in COMMANDS if importlib.util.find_spec(f"specrun.cli.{_module(name)}")]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        command: click.Command = getattr(importlib.import_module(f"specrun.cli.{cmd_name}"), cmd_name)
+        module = _module(cmd_name)
+        command: click.Command = getattr(importlib.import_module(f"specrun.cli.{module}"), module)
         return command
 
     def main(self, *args: Any, **extra: Any) -> Any:

@@ -13,11 +13,13 @@ from specrun.models_cache import (
     Bundle,
     IntegrityError,
     ManifestError,
+    RewardBundle,
     SpeculatorEntry,
     UsageError,
     cache_root,
     find_bundle,
-    load_bundle,
+    find_model,
+    load_model,
     models_dir,
     remove_bundle,
     remove_speculator,
@@ -25,6 +27,7 @@ from specrun.models_cache import (
     scan_speculators,
     speculator_facts,
     verify_bundle,
+    verify_reward,
 )
 
 
@@ -40,7 +43,9 @@ def list_command(as_json: bool) -> None:
     entries = scan_bundles()
     if as_json:
         rows = [
-            {"name": e.name, "path": str(e.path), "problem": e.problem, **(_facts(e.bundle) if e.bundle else {})}
+            {"name": e.name, "path": str(e.path), "problem": e.problem}
+            | (_facts(e.bundle) if e.bundle else {})
+            | (reward_facts(e.reward) if e.reward else {})
             for e in entries
         ]
         echo_json({"root": str(cache_root()), "models": rows})
@@ -49,6 +54,10 @@ def list_command(as_json: bool) -> None:
         click.echo(f"no models in {models_dir()}; `specrun models pull smollm2-135m` gets one", err=True)
     width = max((len(entry.name) for entry in entries), default=0)
     for entry in entries:
+        if entry.reward is not None:
+            facts = reward_facts(entry.reward)
+            click.echo(f"{entry.name:<{width}}  {facts['family']}  reward model  {facts['bytes'] / 1e6:.0f} MB")
+            continue
         if entry.bundle is None:
             click.echo(f"{entry.name:<{width}}  broken")
             click.echo(f"{entry.name}: {entry.problem}", err=True)
@@ -87,6 +96,23 @@ def _facts(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+def reward_facts(bundle: RewardBundle) -> dict[str, Any]:
+    """What lists show of a reward model, as JSON has it."""
+    manifest = bundle.manifest
+    return {
+        "kind": manifest.kind,
+        "family": manifest.family,
+        "bytes": sum(info.size for info in manifest.files.values()),
+        "labels": list(manifest.labels),
+        "label": manifest.labels[manifest.label],
+        "context": manifest.context,
+        "error": manifest.error,
+        "source": manifest.source.name,
+        "licence": manifest.source.licence,
+        "digest": bundle.digest,
+    }
+
+
 @models.command("pull")
 @click.argument("source", metavar="NAME|SOURCE")
 @click.option("--name", help="Keep the model under this name; by default as export does.")
@@ -109,7 +135,7 @@ def pull_command(source: str, name: str | None, precision: str | None, force: bo
 @click.argument("name")
 def path_command(name: str) -> None:
     """Print the folder of a model."""
-    click.echo(str(find_bundle(name).path))
+    click.echo(str(find_model(name).path))
 
 
 @models.command("verify")
@@ -123,10 +149,10 @@ def verify_command(name: str | None, as_json: bool) -> None:
     rows: list[dict[str, Any]] = []
     with progress_line() as progress:
         if name is not None:
-            rows.append(_verified(find_bundle(name, check=False), progress))
+            rows.append(_verified(find_model(name, check=False), progress))
         for entry in scan_bundles() if name is None else ():
             try:
-                rows.append(_verified(load_bundle(entry.path, check=False), progress))
+                rows.append(_verified(load_model(entry.path, check=False), progress))
             except ManifestError as error:
                 problems = [{"file": None, "problem": str(error)}]
                 rows.append({"name": entry.name, "path": str(entry.path), "ok": False, "problems": problems})
@@ -143,8 +169,8 @@ def verify_command(name: str | None, as_json: bool) -> None:
         raise IntegrityError(f"damaged: {names}; run `specrun models pull NAME --force` to replace a model")
 
 
-def _verified(bundle: Bundle, progress: ProgressLine) -> dict[str, Any]:
-    problems = verify_bundle(bundle, progress)
+def _verified(bundle: Bundle | RewardBundle, progress: ProgressLine) -> dict[str, Any]:
+    problems = verify_reward(bundle, progress) if isinstance(bundle, RewardBundle) else verify_bundle(bundle, progress)
     return {
         "name": bundle.manifest.name,
         "path": str(bundle.path),

@@ -172,6 +172,14 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _decorated(command, _ENGINE[:2] + _SPECULATION + _SAMPLING + _SYSTEM + _ENGINE[2:])
 
 
+def sampled_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `job_options`, where each request has several samples."""
+    warm = click.option(
+        "--temperature", type=float, default=0.8, show_default=True, help="How far samples stray; above 0."
+    )
+    return _decorated(command, _ENGINE[:2] + _SPECULATION + (warm,) + _SAMPLING[1:] + _SYSTEM + _ENGINE[2:])
+
+
 def engine_values(values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that `open_engine` takes."""
     return {name: values[name] for name in _ENGINE_NAMES if name in values}

@@ -44,6 +44,14 @@ if TYPE_CHECKING:
     show_default=True,
     help="Values of K; adaptive is added.",
 )
+@click.option(
+    "--batch-sizes",
+    type=numbers,
+    metavar="N,...",
+    default="1,3",
+    show_default=True,
+    help="Prompts that run together; 1 runs each alone.",
+)
 @LOOKAHEAD
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify(
@@ -52,16 +60,18 @@ def verify(
     max_tokens: int,
     methods: tuple[str, ...] | None,
     draft_lengths: tuple[int, ...],
+    batch_sizes: tuple[int, ...],
     lookahead: tuple[int, ...] | None,
     as_json: bool,
     **values: Any,
 ) -> None:
     """Prove that speculation changes no text.
 
-    Every method and draft length is compared with plain decoding, greedy and sampled, token by token; medusa and eagle
-    propose chains with a draft length and token trees where it is adaptive, lookahead trees of that depth. Ends with
-    exit code 1 at the first text that differs, and says where; only where the probe found no width at which rows are
-    equal to the last bit, tokens nearer to each other than rounding may turn can change places.
+    Every method, draft length and batch is compared with plain decoding alone, greedy and sampled, token by token;
+    medusa and eagle propose chains in a batch and with a draft length, and token trees where it is adaptive, lookahead
+    trees of that depth. Ends with exit code 1 at the first text that differs, and says where; only where the probe
+    found no width at which rows are equal to the last bit, tokens nearer to each other than rounding may turn can
+    change places.
 
     \b
     Examples:
@@ -80,12 +90,13 @@ def verify(
         for method in methods or ():
             engine.require_method(method)
         if not as_json:
-            click.echo(_row("method", "K", "sampling", "prompts", "tokens", "equal"))
+            click.echo(_row("method", "K", "batch", "sampling", "prompts", "tokens", "equal"))
         cases = verify_engine(
             engine,
             prompts[:limit],
             methods=methods,
             draft_lengths=draft_lengths,
+            batch_sizes=batch_sizes,
             lookahead=lookahead,
             max_tokens=max_tokens,
             progress=progress.on_terminal,
@@ -95,26 +106,29 @@ def verify(
                 rows.append(asdict(case))
                 progress.close()
                 if not as_json:
-                    k = str(case.draft_length or "adaptive")
+                    k = "-" if case.method == "none" else str(case.draft_length or "adaptive")
                     equal = "yes" if case.equal else "near" if case.rounding else "NO"
-                    click.echo(_row(case.method, k, case.sampling, str(case.prompts), str(case.tokens), equal))
+                    counts = (str(case.prompts), str(case.tokens))
+                    click.echo(_row(case.method, k, str(case.batch), case.sampling, *counts, equal))
                 if not case.holds:
                     failed = case
                     break
         name, calibration, device = engine.bundle.manifest.name, engine.calibration, engine.device
-    exactness, bound = calibration.exactness, calibration.bound
+    exactness, bound = calibration.exactness, calibration.bound_of(max((row["batch"] for row in rows), default=1))
     if as_json:
         facts = {"model": name, "ok": failed is None, "exactness": exactness, "bound": bound, "device": device.name}
         echo_json({**facts, "cases": rows})
     if failed is not None:
-        note(f"Error: {failed.method} with K {failed.draft_length or 'adaptive'} differs: {failed.difference}")
+        batch = f" in a batch of {failed.batch}" if failed.batch > 1 else ""
+        k = str(failed.draft_length or "adaptive")
+        note(f"Error: {failed.method} with K {k}{batch} differs: {failed.difference}")
         raise click.exceptions.Exit(1)
     if not as_json:
         near = sum(not row["equal"] for row in rows)
         if near:
             note(
                 f"{name}: {len(rows) - near} of {len(rows)} cases equal plain decoding, and {near} differ from it only "
-                f"where two tokens were nearer than rounding may turn: logits of runs of different widths differ by up "
+                f"where two tokens were nearer than rounding may turn: logits of runs of different shapes differ by up "
                 f"to {bound:.2g} on {device.name} (rounding)"
             )
         else:
@@ -134,5 +148,5 @@ def _held(calibration: Calibration, device: str) -> str:
 
 
 def _row(*cells: str) -> str:
-    widths = (12, 8, 8, 7, 7, 5)
+    widths = (12, 8, 5, 8, 7, 7, 5)
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

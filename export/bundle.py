@@ -23,7 +23,16 @@ from specrun.export.weight_store import SPARE_POSITIONS, store_weights
 from specrun.export.weights import open_weights
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.layout import Bundle, models_dir
-from specrun.models_cache.manifest import FeaturesSpec, Fidelity, GraphSpec, KVSpec, Manifest, Sizes, SourceInfo
+from specrun.models_cache.manifest import (
+    SHARED_GRAPH,
+    FeaturesSpec,
+    Fidelity,
+    GraphSpec,
+    KVSpec,
+    Manifest,
+    Sizes,
+    SourceInfo,
+)
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.models_cache.sources import FetchedSource, fetch_source
 from specrun.models_cache.store import bundle_or_build
@@ -35,10 +44,14 @@ DATA_FILE = "target.onnx.data"
 VARIANTS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "target": ("target.onnx", True, ("query_seqlens",)),
     "target_batch1": ("target_batch1.onnx", False, ()),
+    SHARED_GRAPH: ("target_shared.onnx", True, ("query_seqlens",)),
 }
-# For the CUDA provider those two run chains only; a token tree has a graph of its own, for one row.
+# For the CUDA provider the first two run chains only, and a token tree has a graph of its own, for one row. Its
+# attention gives no softmax weights, which the graph of best-of-N needs.
 TREES = "target_tree"
-CUDA_VARIANTS = {**VARIANTS, TREES: ("target_tree.onnx", False, ("attention_bias", "position_ids"))}
+CUDA_VARIANTS = {name: variant for name, variant in VARIANTS.items() if name != SHARED_GRAPH} | {
+    TREES: ("target_tree.onnx", False, ("attention_bias", "position_ids"))
+}
 
 
 def export_bundle(
@@ -136,8 +149,12 @@ def write_bundle(
         stored = store_weights(weights, file, precision, block, progress)
         graphs = {}
         for graph_name, (graph_file, ragged, requires) in (CUDA_VARIANTS if cuda else VARIANTS).items():
-            trees = not cuda or graph_name == TREES
-            model = build_target(config, stored, file, ragged=ragged, taps=taps, trees=trees, dummy_row=not cuda)
+            shared, trees = graph_name == SHARED_GRAPH, not cuda or graph_name == TREES
+            if shared and _narrowest_window(config) is not None:
+                continue  # the prefix part sees everything
+            model = build_target(
+                config, stored, file, ragged=ragged, taps=taps, trees=trees, dummy_row=not cuda, shared=shared
+            )
             ir.save(model, folder / graph_file)
             inputs, outputs = tensor_specs(model.graph.inputs), tensor_specs(model.graph.outputs)
             max_batch = None if ragged else 1

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from specrun.export.config import ModelConfig
 from specrun.export.graph_builder import MICROSOFT, THETA, GraphBuilder
+from specrun.export.shared_attention import SOFTMAX_WEIGHTS, SharedParts, merge, prefix_part, shared_parts
 from specrun.export.weight_file import Stored, WeightFile
 from specrun.export.weight_store import StoredLayer, StoredWeights
 
@@ -27,6 +28,7 @@ def build_target(
     taps: tuple[int, ...] = (),
     trees: bool = True,
     dummy_row: bool = True,
+    shared: bool = False,
 ) -> ir.Model:
     """The graph of a target or of a draft model.
 
@@ -57,6 +59,18 @@ def build_target(
     of zeros, it leaves its flash kernel for an unfused one; so a chain there has a graph of its own, without `trees`:
     no `attention_bias`, and positions that follow from the lengths. Without `dummy_row` there are no `pad_rows`: it
     costs two copies a layer there, and runs of a pinned width need none.
+
+    `shared` makes the variant of best-of-N, for rows behind one prefix (`shared_attention`) and for the CPU alone.
+    Instead of the bias it has
+
+    prefix_key.i, prefix_value.i  f32 [kv_heads, 1, prefix, head_dim]: what all rows begin with, without their positions
+    prefix_queries                i64 [4]: kv_heads, groups, batch * positions * heads / (kv_heads * groups), head_dim;
+                                  with as many products (kv_heads * groups) as threads none is cut in pieces, whose size
+                                  would depend on the batch
+    bias_pads                     i64 [8]: 0 0 0 0, 0 0 pad max_total - 1, what makes a bias of a column
+
+    and the rows' own buffers, with all lengths and `max_total`, begin with a slot that stands for the prefix and holds
+    zeros; `position_ids` still count from the start of the prefix.
     """
     b = GraphBuilder(file)
     floats = b.floats
@@ -79,6 +93,12 @@ def build_target(
         specs["attention_bias"][1][2] = "positions"
     if not trees:
         del specs["position_ids"], specs["attention_bias"]
+    if shared:
+        del specs["attention_bias"]
+        specs |= {"prefix_queries": (i64, [4]), "bias_pads": (i64, [8])}
+        for index in range(config.layers):
+            for part in ("key", "value"):
+                specs[f"prefix_{part}.{index}"] = (f32, [config.kv_heads, 1, "prefix", config.head_dim])
     for index in range(config.layers):
         specs[f"past_key.{index}"] = (floats, kv_shape)
         specs[f"past_value.{index}"] = (floats, kv_shape)
@@ -89,6 +109,7 @@ def build_target(
 
     b.scope("model")
     positions = b.op("Shape", [inputs["input_ids"]], start=1, end=2) if dummy_row else None
+    parts = shared_parts(b, config, inputs, positions) if shared and positions is not None else None
     residual = b.embed(inputs["input_ids"], stored.embedding)
     hidden = b.norm(residual, b.weight(stored.layers[0].input_norm), config.norm_epsilon)
     presents: list[ir.Value] = []
@@ -96,7 +117,7 @@ def build_target(
     for index, layer in enumerate(stored.layers):
         tapped[index] = residual
         b.scope(f"layers.{index}")
-        attention, key, value = _attention(b, config, index, layer, stored, hidden, inputs, positions, ragged)
+        attention, key, value = _attention(b, config, index, layer, stored, hidden, inputs, positions, ragged, parts)
         for present, name in ((key, "present_key"), (value, "present_value")):
             present.name = f"{name}.{index}"
             present.type, present.shape = ir.TensorType(floats), ir.Shape(kv_shape)
@@ -135,6 +156,7 @@ def _attention(
     inputs: dict[str, ir.Value],
     positions: ir.Value | None,
     ragged: bool,
+    shared: SharedParts | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """(attention output [batch, positions, heads * head_dim], present key, present value)."""
     qkv = b.linear(hidden, layer.qkv)
@@ -147,6 +169,11 @@ def _attention(
     # The attention's kernel for a lone row sums in another order, so it never sees one: the dummy row is counted.
     padded = b.op("Concat", [qkv, inputs["pad_rows"]], axis=1) if positions is not None else qkv
     settings = config.layer_configs[index]
+    rotary = (b.weight(stored.cos), b.weight(stored.sin)) if settings.rotary else None
+    if shared is None:
+        bias = inputs.get("attention_bias")
+    else:
+        bias, *prefix = prefix_part(b, config, index, qkv, rotary, inputs, shared)
     arguments: list[ir.Value | None] = [
         padded,
         None,
@@ -155,10 +182,9 @@ def _attention(
         inputs[f"past_value.{index}"],
         inputs["total_lengths_minus_one"],
         inputs["max_total_length"],
-        b.weight(stored.cos) if settings.rotary else None,
-        b.weight(stored.sin) if settings.rotary else None,
-        inputs.get("position_ids") if settings.rotary else None,
-        inputs.get("attention_bias"),
+        *(rotary or (None, None)),
+        inputs.get("position_ids") if rotary else None,
+        bias,
     ]
     if ragged:
         arguments += [None] * 5 + [inputs["query_lengths"]]
@@ -171,8 +197,12 @@ def _attention(
     }
     if settings.sliding_window is not None:
         attributes["local_window_size"] = settings.sliding_window
-    output, key, value = b.op_multi("GroupQueryAttention", arguments, 3, MICROSOFT, **attributes)
-    return output if positions is None else b.slice_axis1(output, positions), key, value
+    if shared is None or positions is None:
+        output, key, value = b.op_multi("GroupQueryAttention", arguments, 3, MICROSOFT, **attributes)
+        return output if positions is None else b.slice_axis1(output, positions), key, value
+    attributes["qk_output"] = SOFTMAX_WEIGHTS
+    output, key, value, weights = b.op_multi("GroupQueryAttention", arguments, 4, MICROSOFT, **attributes)
+    return merge(b, config, b.slice_axis1(output, positions), weights, (prefix[0], prefix[1]), shared), key, value
 
 
 def _head_norm(b: GraphBuilder, config: ModelConfig, x: ir.Value, gamma: Stored) -> ir.Value:

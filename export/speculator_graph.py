@@ -1,7 +1,8 @@
 """Builds the graphs of learned heads, Medusa and EAGLE, each with the choice of its best tokens inside.
 
-They compute in 8-bit blocks with float32 between, whatever the target's precision, and serve one sequence; a lone row
-takes the attention's own kernel, since a draft need not be bit-equal. What they have in common, `draft` being the rows
+They compute in 8-bit blocks with float32 between, whatever the target's precision. Medusa serves any number of
+sequences at once; EAGLE has one buffer, in which several can lie where the bias keeps them apart. A lone row takes the
+attention's own kernel, since a draft need not be bit-equal. What they have in common, `draft` being the rows
 of the head (the draft vocabulary):
 
 in    inverse_temperature  f32 [1]: 1 for greedy decoding
@@ -27,25 +28,25 @@ _Shape = list[int | str]
 
 
 def build_medusa(config: MedusaConfig, parts: SpeculatorParts, file: WeightFile) -> ir.Model:
-    """The graph of a Medusa speculator: every head from one feature, a row of logits each.
+    """The graph of a Medusa speculator: every head from each feature, a row of logits each.
 
-    features   f32 [1, taps * hidden]: the target's residual streams at the newest position that it has run. Head j
-               guesses the token j + 2 places after that position.
-    input_ids  i64 [1]: the token after that position; in the layout "medusa-joined" only
-    Besides the common inputs and outputs, with rows = heads. In the layout "medusa" the one tap is the last residual
-    stream, to which the graph applies the target's final norm.
+    features   f32 [n, taps * hidden]: of each sequence the target's residual streams at the newest position that it has
+               run. Head j guesses the token j + 2 places after that position.
+    input_ids  i64 [n]: the token after that position; in the layout "medusa-joined" only
+    Besides the common inputs and outputs, with rows = heads * n: those of head 0 first. In the layout "medusa" the one
+    tap is the last residual stream, to which the graph applies the target's final norm.
     """
     b = GraphBuilder(file)
     hidden, draft = parts.speculator.target.hidden, parts.speculator.draft_vocabulary
     taps = len(parts.speculator.taps)
-    inputs = {"features": _value("features", _F32, [1, taps * hidden])}
+    inputs = {"features": _value("features", _F32, ["sequences", taps * hidden])}
     choice = _choice_inputs(draft)
 
     b.scope("medusa")
     if config.layout == "medusa":
         shared = b.norm(inputs["features"], b.weight(parts.target_norm()), parts.target_epsilon)
     else:
-        inputs["input_ids"] = _value("input_ids", _I64, [1])
+        inputs["input_ids"] = _value("input_ids", _I64, ["sequences"])
         x = _combined_taps(b, parts, inputs["features"], taps, config.norm_epsilon)
         shared = _joined(b, parts, b.embed(inputs["input_ids"], parts.embedding()), x, config.norm_epsilon)
     final = None if config.layout == "medusa" else b.weight(parts.vector("final_norm"))
@@ -64,7 +65,7 @@ def build_medusa(config: MedusaConfig, parts: SpeculatorParts, file: WeightFile)
     b.scope("head")
     joined = b.op("Concat", [*rows], axis=0)
     logits = joined if own_head else b.linear(joined, parts.head())
-    outputs = _choose(b, logits, choice, parts.vocabulary(), [config.heads, draft])
+    outputs = _choose(b, logits, choice, parts.vocabulary(), ["rows", draft])
     return b.finish([*inputs.values(), *choice.values()], outputs, "medusa")
 
 

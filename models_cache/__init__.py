@@ -8,6 +8,8 @@ from specrun.models_cache.errors import (
     JobError,
     ManifestError,
     ModelNotFoundError,
+    OtherKindError,
+    ScoreError,
     SourceError,
     SpecrunError,
     UnsupportedModelError,
@@ -53,6 +55,7 @@ from specrun.models_cache.manifest import (
     manifest_to_json,
 )
 from specrun.models_cache.progress import Progress, no_progress
+from specrun.models_cache.reward import RewardBundle, RewardManifest, find_model, find_reward, load_model, verify_reward
 from specrun.models_cache.sources import REGISTRY, FetchedSource, RegistryRow, fetch_source
 from specrun.models_cache.speculator import (
     InstalledSpeculator,
@@ -86,9 +89,13 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "ModelNotFoundError",
+    "OtherKindError",
     "Problem",
     "Progress",
     "RegistryRow",
+    "RewardBundle",
+    "RewardManifest",
+    "ScoreError",
     "Sizes",
     "SourceError",
     "SourceInfo",
@@ -110,11 +117,14 @@ __all__ = [
     "check_weights_folder",
     "fetch_source",
     "find_bundle",
+    "find_model",
+    "find_reward",
     "find_speculator",
     "hold_lock",
     "list_bundles",
     "load_bundle",
     "load_manifest",
+    "load_model",
     "manifest_to_json",
     "models_dir",
     "new_bundle",
@@ -130,4 +140,5 @@ __all__ = [
     "sources_dir",
     "speculator_facts",
     "verify_bundle",
+    "verify_reward",
 ]

@@ -7,10 +7,12 @@ SpecrunError                  exit code 1
 ├── SourceError               a source (hub, package index, folder) did not give what was asked
 ├── IntegrityError            a file is not what it must be: digest, size, truncation, LFS pointer, missing shard
 ├── ManifestError             manifest.json is not valid, or of another schema version
+│   └── OtherKindError        a bundle, but of another kind: a reward model where a language model is wanted
 ├── CacheError                the cache folder cannot be written, is full or is locked
 ├── UnsupportedModelError     a family, rope type, tokenizer or tensor type that specrun does not know
 ├── VocabularyMismatchError   target and draft do not share a tokenizer
 ├── JobError                  an offline job cannot begin or go on with its files
+├── ScoreError                what scores candidates failed: a command, a function, a reward model
 └── BackendError              ONNX Runtime is missing, too old, or refused a graph
 """
 
@@ -49,6 +51,10 @@ class ManifestError(SpecrunError):
     """A manifest is missing, malformed or of another schema version."""
 
 
+class OtherKindError(ManifestError):
+    """A bundle holds a model of another kind than the one wanted."""
+
+
 class CacheError(SpecrunError):
     """The cache folder cannot be used."""
 
@@ -63,6 +69,10 @@ class VocabularyMismatchError(SpecrunError):
 
 class JobError(SpecrunError):
     """An offline job cannot begin or go on with its files."""
+
+
+class ScoreError(SpecrunError):
+    """A score could not be had."""
 
 
 class BackendError(SpecrunError):

@@ -20,11 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrun.models_cache.errors import IntegrityError, ManifestError, ModelNotFoundError, UsageError
+from specrun.models_cache.errors import (
+    IntegrityError,
+    ManifestError,
+    ModelNotFoundError,
+    OtherKindError,
+    UsageError,
+)
 from specrun.models_cache.integrity import check_sizes, problems_error
-from specrun.models_cache.manifest import MANIFEST_NAME, Manifest, check_links, read_manifest
+from specrun.models_cache.manifest import MANIFEST_NAME, SHARED_GRAPH, Manifest, check_links, read_manifest
 
 if TYPE_CHECKING:
+    from specrun.models_cache.reward import RewardBundle
     from specrun.models_cache.speculator import InstalledSpeculator
 
 REPLACED = "replaced"
@@ -48,8 +55,12 @@ class Bundle:
 
     @property
     def target_digest(self) -> str:
-        """What the graphs compute, as a sha256 (hex): that of the names and digests of the graphs and their data."""
-        names = {name for graph in self.manifest.graphs.values() for name in (graph.file, *graph.data)}
+        """What the graphs compute, as a sha256 (hex): that of the names and digests of the graphs and their data.
+
+        The graph of best-of-N does not count: with it or without, what was made for the others is as good.
+        """
+        graphs = [graph for name, graph in self.manifest.graphs.items() if name != SHARED_GRAPH]
+        names = {name for graph in graphs for name in (graph.file, *graph.data)}
         lines = [f"{name} {self.manifest.files[name].sha256}" for name in sorted(names)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -62,12 +73,13 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class BundleEntry:
-    """A folder below models/: its bundle, or else the problem that keeps it from being one."""
+    """A folder below models/: its bundle, or its reward model, or else the problem that keeps it from being either."""
 
     name: str
     path: Path
     bundle: Bundle | None
     problem: str | None
+    reward: RewardBundle | None = None
 
 
 def cache_root() -> Path:
@@ -145,15 +157,20 @@ def find_bundle(name_or_path: str | Path, *, root: Path | None = None, check: bo
     """Find a bundle by its name in the cache or by the path of its folder, and load it as `load_bundle` does.
 
     A plain name is looked for in the cache first, then as a folder here.
-    Raises ModelNotFoundError saying what to run; ManifestError; IntegrityError.
+    Raises ModelNotFoundError saying what to run; ManifestError, OtherKindError for a reward model; IntegrityError.
     """
+    return load_bundle(find_folder(name_or_path, root=root), check=check)
+
+
+def find_folder(name_or_path: str | Path, *, root: Path | None = None) -> Path:
+    """The folder of the bundle of that name or path, as `find_bundle` looks for it. Raises ModelNotFoundError."""
     text = str(name_or_path)
     path = Path(os.path.expanduser(name_or_path))
     plain = isinstance(name_or_path, str) and not any(c in text for c in ("/", os.sep)) and not text.startswith("~")
     if plain and (cached := _cached_folder(text, root)) is not None:
-        return load_bundle(cached, check=check)
+        return cached
     if text and os.path.isfile(path / MANIFEST_NAME):
-        return load_bundle(path, check=check)
+        return path
     if not plain and os.path.exists(path):
         raise ModelNotFoundError(
             f"{path} holds no {MANIFEST_NAME}, so it is no bundle; make one with `specrun export {text}`"
@@ -175,7 +192,7 @@ def _cached_folder(name: str, root: Path | None) -> Path | None:
 def _not_found(name: str, root: Path | None) -> str:
     from specrun.models_cache.sources import REGISTRY  # it imports this module
 
-    here = [entry.name for entry in scan_bundles(root)]
+    here = [entry.name for entry in scan_bundles(root) if entry.reward is None]
     known = [row.name for row in REGISTRY]
     have = f"the models here are: {', '.join(here)}" if here else "no model is here yet"
     if name in known:
@@ -190,6 +207,8 @@ def _not_found(name: str, root: Path | None) -> str:
 
 def scan_bundles(root: Path | None = None) -> list[BundleEntry]:
     """List what lies below models/, sorted by name, broken bundles with their problem."""
+    from specrun.models_cache.reward import load_reward  # it imports this module
+
     entries = []
     folder = models_dir(root)
     try:
@@ -197,12 +216,15 @@ def scan_bundles(root: Path | None = None) -> list[BundleEntry]:
     except OSError:
         names = []
     for name in names:
-        bundle = problem = None
+        bundle = problem = reward = None
         try:
-            bundle = load_bundle(folder / name)
+            try:
+                bundle = load_bundle(folder / name)
+            except OtherKindError:
+                reward = load_reward(folder / name)
         except (ManifestError, IntegrityError) as error:
             problem = str(error)
-        entries.append(BundleEntry(name, folder / name, bundle, problem))
+        entries.append(BundleEntry(name, folder / name, bundle, problem, reward))
     return entries
 
 

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from specrun.models_cache.errors import ManifestError
+from specrun.models_cache.errors import ManifestError, OtherKindError
 from specrun.models_cache.strictjson import StrictJsonError, decode, parse_object
 
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+REWARD_KIND = "reward"
+SHARED_GRAPH = "target_shared"
+"""The graph of best-of-N, for rows behind one prefix. Bundles made before it was there lack it."""
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_FILE_BYTES = 1 << 42
 MAX_SIZE = (1 << 31) - 1
@@ -132,7 +135,7 @@ class Manifest:
     family: str
     sizes: Sizes
     special_ids: SpecialIds
-    graphs: dict[str, GraphSpec]  # "target", "target_batch1"
+    graphs: dict[str, GraphSpec]  # "target", "target_batch1", perhaps "target_shared"
     precision: dict[str, str]  # part ("embedding", "attention", "mlp", "head", "requested") -> precision
     kv: KVSpec
     source: SourceInfo
@@ -147,10 +150,15 @@ class Manifest:
         """Decode and check the text of a manifest.
 
         Raises ManifestError: malformed JSON, unknown or missing keys, wrong types, another schema version, names that
-        leave the bundle, sizes out of range, graph files that `files` does not list.
+        leave the bundle, sizes out of range, graph files that `files` does not list. OtherKindError: a reward model.
         """
         try:
             value = parse_object(text)
+            if value.get("kind") == REWARD_KIND:
+                raise OtherKindError(
+                    "it is a reward model, which rates texts and writes none: name a language model here, and this one "
+                    "as --score reward:NAME of `specrun best-of`"
+                )
             version = value.get("schema_version")
             if version != SCHEMA_VERSION or type(version) is not int:
                 raise ManifestError(other_version(version, SCHEMA_VERSION))
@@ -213,7 +221,7 @@ def read_manifest_file(folder: Path, parse: Callable[[str], T], kind: str = "bun
     except UnicodeDecodeError:
         raise ManifestError(f"{path} is not UTF-8 text; export the model again") from None
     except ManifestError as error:
-        raise ManifestError(f"{folder}: {error}") from None
+        raise type(error)(f"{folder}: {error}") from None
     return manifest, hashlib.sha256(data).hexdigest()
 
 

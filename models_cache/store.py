@@ -19,7 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from specrun.models_cache.diskerrors import cache_errors
-from specrun.models_cache.errors import CacheError, IntegrityError, ManifestError, ModelNotFoundError, UsageError
+from specrun.models_cache.errors import (
+    CacheError,
+    IntegrityError,
+    ManifestError,
+    ModelNotFoundError,
+    OtherKindError,
+    UsageError,
+)
 from specrun.models_cache.integrity import sha256_file
 from specrun.models_cache.layout import (
     REPLACED,
@@ -287,6 +294,8 @@ def _clear_others(root: Path, name: str) -> None:
 def _sound(path: Path) -> Bundle | None:
     try:
         return load_bundle(path)
+    except OtherKindError:
+        raise UsageError(f"{path} holds a reward model: choose another --name, or --force to replace it.") from None
     except (ManifestError, IntegrityError):
         return None
 

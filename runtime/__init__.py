@@ -2,7 +2,8 @@
 
 The path of a request: `engine` -> `stream` -> `loop`, which asks `proposers` for draft tokens, runs them in `session`
 (over `kv_cache`) and has `chooser` judge them by `acceptance` and `sampling`; `text_stream` makes text of what stands.
-Of many requests: `jobs` reads and writes files, `batch` -> `scheduler` runs the same loop for each row of a `row_pool`.
+Of many requests: `jobs` reads and writes files, `batch` -> `batching` runs the same loop for each row of a pool.
+Of many samples of one prompt: `best_of` runs them so behind a prompt that is stored once, and a score chooses.
 
 >>> from specrun.runtime import Engine
 >>> with Engine.load("smollm2-135m") as engine:                           # doctest: +SKIP
@@ -12,6 +13,7 @@ Of many requests: `jobs` reads and writes files, `batch` -> `scheduler` runs the
 from specrun.runtime.async_stream import AsyncStream
 from specrun.runtime.backend import share_threads
 from specrun.runtime.batch import BatchAnswer, BatchEngine, BatchRequest, BatchStats
+from specrun.runtime.best_of import BestOfResult, Candidate, Score
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.engine import Engine
 from specrun.runtime.grammar import response_format_options
@@ -27,12 +29,15 @@ __all__ = [
     "BatchEngine",
     "BatchRequest",
     "BatchStats",
+    "BestOfResult",
+    "Candidate",
     "ChatSession",
     "Engine",
     "Memory",
     "Piece",
     "RequestOptions",
     "Result",
+    "Score",
     "SpeculationStats",
     "Stream",
     "Timings",

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specrun.models_cache.errors import BackendError, SpecrunError, UsageError
-from specrun.runtime.batch_costs import BatchCosts
-from specrun.runtime.batch_row import batch_method
-from specrun.runtime.batch_size import choose_batch_size, memory_for_rows
-from specrun.runtime.batch_stats import BatchStats
+from specrun.runtime.batching.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_row import batch_method
+from specrun.runtime.batching.batch_size import choose_batch_size, memory_for_rows
+from specrun.runtime.batching.batch_stats import BatchStats
+from specrun.runtime.batching.scheduler import Finished, Incoming, Scheduler
 from specrun.runtime.engine import Engine, Prompt
 from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.request import request_options
 from specrun.runtime.result import Result
 from specrun.runtime.running import RESERVED_TOKENS, Running
-from specrun.runtime.scheduler import Finished, Incoming, Scheduler
 from specrun.runtime.stream import Stream
 
 __all__ = ["BatchAnswer", "BatchEngine", "BatchRequest", "BatchStats"]
@@ -56,8 +56,8 @@ class BatchEngine:
     ...     print(answer.index, answer.result)
 
     batch_size: rows that run at a time; by default as many as the measured costs and the free memory suggest. Where
-    the ONNX Runtime build runs one row only it is 1. Rows of a batch draft by n-grams ("auto", "ngram") or not at all
-    ("none"); with a batch size of 1 every method of the engine can be named. Greedy and coupled sampling give the text
+    the ONNX Runtime build runs one row only it is 1. Rows draft by every method of the engine but lookahead, in chains;
+    heads and draft models draft for all rows in one run, where that pays. Greedy and coupled sampling give the text
     that `Engine.generate` gives; under the rejection rule a text depends on the method, and so on the batch.
     """
 
@@ -86,11 +86,13 @@ class BatchEngine:
         """A copy of the counters as they stand."""
         return copy.deepcopy(self._stats)
 
-    def run(self, requests: Iterable[BatchRequest]) -> Iterator[BatchAnswer]:
+    def run(self, requests: Iterable[BatchRequest | None]) -> Iterator[BatchAnswer]:
         """The answers, in order of completion.
 
-        Requests are read one at a time, each when a row is free for it. The engine is held from the first answer to the
-        last; closing the iterator ends the requests that run and frees it. Raises BackendError if ONNX Runtime fails.
+        Requests are read one at a time, each when a row is free for it. Where others run and the next one has not come,
+        None may be given instead: the rows go on, and it is asked for again. The engine is held from the first answer
+        to the last; closing the iterator ends the requests that run and frees it. Raises BackendError if ONNX Runtime
+        fails.
         """
         answers = self._alone(requests) if self.batch_size == 1 else self._together(requests)
         if self._answers is None:
@@ -103,7 +105,7 @@ class BatchEngine:
             if self._answers is answers:
                 self._answers = None
 
-    def _together(self, requests: Iterable[BatchRequest]) -> Generator[Finished]:
+    def _together(self, requests: Iterable[BatchRequest | None]) -> Generator[Finished]:
         engine = self._engine
         engine.acquire(weakref.WeakMethod(self._end))
         try:
@@ -120,18 +122,23 @@ class BatchEngine:
         if self._answers is not None:
             self._answers.close()
 
-    def _incoming(self, requests: Iterable[BatchRequest]) -> Iterator[Incoming]:
+    def _incoming(self, requests: Iterable[BatchRequest | None]) -> Iterator[Incoming | None]:
         for request in requests:
+            if request is None:
+                yield None
+                continue
             try:
                 options = request_options(**request.options)
-                options = replace(options, method=batch_method(options.method))
+                options = replace(options, method=batch_method(self._engine, options.method))
                 prompt = self._engine.encode(request.prompt, system=options.system, raw=options.raw)
                 yield request.index, Running(self._engine, options, prompt, batched=True)
             except SpecrunError as error:
                 yield request.index, error
 
-    def _alone(self, requests: Iterable[BatchRequest]) -> Generator[Finished]:
+    def _alone(self, requests: Iterable[BatchRequest | None]) -> Generator[Finished]:
         for request in requests:
+            if request is None:
+                continue
             try:
                 with closing(Stream(self._engine, request.prompt, request_options(**request.options))) as stream:
                     for _ in stream:

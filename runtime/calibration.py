@@ -50,7 +50,8 @@ class Calibration:
     pinned: whether it is the width of every run (`WidthRule.pinned`). batches: whether rows of a batch have the bits
     that they have alone. bound: the largest difference of a logit that was seen between runs of different widths;
     0 under a rule that holds. tree_bound: the same between a chain's run and a tree's, and behind a cache that a tree
-    left, where trees have a graph of their own; else None.
+    left, where trees have a graph of their own; else None. batch_bound: the same between a row of a batch and the row
+    alone; 0 where these have equal bits.
     """
 
     width_multiple: int | None
@@ -59,6 +60,7 @@ class Calibration:
     batches: bool = True
     bound: float = 0.0
     tree_bound: float | None = None
+    batch_bound: float = 0.0
 
     @property
     def rule(self) -> WidthRule:
@@ -76,6 +78,10 @@ class Calibration:
     def batch_exactness(self) -> str:
         """The same for rows of a batch."""
         return self.exactness if self.batches else "rounding"
+
+    def bound_of(self, batch: int) -> float:
+        """The bound for rows of a batch of so many."""
+        return self.bound if batch == 1 else max(self.bound, self.batch_bound)
 
     def cost(self, width: int) -> float:
         """Seconds of a run of `width` positions, interpolated between the measured ones."""
@@ -125,17 +131,20 @@ def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration
         session.width_rule = rule
         if not _holds(session, tokens):
             continue
-        if not session.ragged or _ragged_holds(session, open_session(PROBED_ROWS, rule), tokens):
+        if not session.ragged or _batch_bound(session, open_session(PROBED_ROWS, rule), tokens) == 0.0:
             found = rule
             break
         alone = alone or (rule if resident else None)
     kept = found or alone
     session.width_rule = kept or WidthRule()
     bound = 0.0 if kept is not None else _bound(session, tokens)
+    batch_bound = 0.0
+    if session.ragged and found is None:
+        batch_bound = _batch_bound(session, open_session(PROBED_ROWS, session.width_rule), tokens)
     multiple, pinned = (None, False) if kept is None else (kept.multiple, kept.pinned)
     trees = _tree_bound(session, tokens) if kept is not None and session.may_run_trees else None
     costs = _costs(session, tokens)
-    return Calibration(multiple, costs, pinned, batches=found is not None, bound=bound, tree_bound=trees)
+    return Calibration(multiple, costs, pinned, found is not None, bound, trees, batch_bound)
 
 
 def _tree_bound(session: ModelSession, tokens: list[int]) -> float:
@@ -217,8 +226,8 @@ def _long(session: ModelSession, tokens: list[int], width: int) -> NDArray[np.fl
     return np.array(logits)
 
 
-def _ragged_holds(session: ModelSession, batch: ModelSession, tokens: list[int]) -> bool:
-    """Whether rows of a ragged batch have the logits that they have alone."""
+def _batch_bound(session: ModelSession, batch: ModelSession, tokens: list[int]) -> float:
+    """The largest difference of a logit between rows of a ragged batch and the same rows alone; 0: equal bits."""
     starts = [BASE - 7 * row for row in range(batch.cache.batch)]
     expected = []
     for row, start in enumerate(starts):
@@ -230,15 +239,16 @@ def _ragged_holds(session: ModelSession, batch: ModelSession, tokens: list[int])
         idle: list[list[int]] = [[] for _ in starts]
         idle[row] = tokens[:start]
         batch.run_batch(idle, rows=1)
-    seen = [0] * len(starts)
+    worst, seen = 0.0, [0] * len(starts)
     for counts in RAGGED:
         new = [tokens[starts[row] + seen[row] :][:count] for row, count in enumerate(counts)]
         logits = batch.run_batch(new, rows=max(counts))
         for row, count in enumerate(counts):
-            if not np.array_equal(np.asarray(logits[row])[-count:], expected[row][seen[row] : seen[row] + count]):
-                return False
+            own, wanted_rows = np.asarray(logits[row])[-count:], expected[row][seen[row] : seen[row] + count]
+            if not np.array_equal(own, wanted_rows):
+                worst = float(np.maximum(worst, np.abs(own - wanted_rows).max()))  # which keeps what is not a number
             seen[row] += count
-    return True
+    return worst
 
 
 def _costs(session: ModelSession, tokens: list[int]) -> dict[int, float]:
@@ -308,6 +318,7 @@ def _load(path: Path) -> Calibration | None:
         pinned, batches = raw.get("pinned", False), raw.get("batches", True)
         trees = raw.get("tree_bound")
         bound = float(raw["bound"] if multiple is None else raw.get("bound", 0.0))
+        of_batch = float(raw.get("batch_bound", 0.0) if batches else raw["batch_bound"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None  # absent or damaged: the probe is repeated
     choices = PINNED_WIDTHS if pinned else DEVICE_MULTIPLES
@@ -315,9 +326,10 @@ def _load(path: Path) -> Calibration | None:
     sound = known and 1 in costs and set(costs) <= set(TIMED_WIDTHS)
     sound = sound and (trees is None or (type(trees) is float and 0.0 <= trees < LONGEST))
     sound = sound and type(pinned) is bool and type(batches) is bool and 0.0 <= bound < LONGEST
+    sound = sound and 0.0 <= of_batch < LONGEST
     if not sound or not all(SHORTEST <= cost <= LONGEST for cost in costs.values()):
         return None
-    return Calibration(multiple, costs, pinned, batches, bound, trees)
+    return Calibration(multiple, costs, pinned, batches, bound, trees, of_batch)
 
 
 def _save(path: Path, found: Calibration) -> None:

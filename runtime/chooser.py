@@ -197,6 +197,30 @@ class Chooser:
             return sample(q, self._stream.uniform()), q
         return self._coupled(q, position), None
 
+    def allowed_part(self, proposal: Proposal, length: int) -> Proposal:
+        """What of a proposal behind a context of `length` tokens may stand by the grammar: the rest need not be run.
+
+        Draws stay as they are: the rejection rule needs those that fail, too. So does what is proposed behind tokens
+        that are not sure yet.
+        """
+        if self._grammar is None or proposal.kind != "deterministic" or not proposal.tokens:
+            return proposal
+        if length != self._prompt_length + len(self._grammar):
+            return proposal
+        if proposal.parents is None:
+            return proposal.first(self._grammar.fitting(proposal.tokens))
+        paths: list[tuple[int, ...]] = []
+        kept: dict[int, int] = {-1: -1}  # the new number of each node that stays
+        for node, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            if parent in kept and self._grammar.fitting(paths[node]) == len(paths[node]):
+                kept[node] = len(kept) - 1
+        if len(kept) > len(proposal):
+            return proposal
+        nodes = [node for node in kept if node >= 0]
+        parents = tuple(kept[proposal.parents[node]] for node in nodes)
+        return Proposal(tuple(proposal.tokens[node] for node in nodes), "deterministic", parents=parents)
+
     def commit(self, tokens: Sequence[int]) -> None:
         """Count tokens that were committed."""
         if self._grammar is not None:
@@ -211,8 +235,15 @@ class Chooser:
         """A token that a row of logits f32 [rows, V] decided, with log-probabilities if the request asks for them."""
         if self._options.logprobs is None:
             return Token(token, source)
-        top = top_logprobs(logits[row], self._options.logprobs, tokens=self._tokens)
-        return Token(token, source, logprob(logits[row], token, tokens=self._tokens), tuple(top))
+        wanted = self._options.logprobs
+        top = top_logprobs(logits[row], wanted, tokens=self._tokens) if wanted else []
+        value = logprob(logits[row], token, tokens=self._tokens)
+        if not self._options.certainties:
+            return Token(token, source, value, tuple(top))
+        # The mean over the vocabulary of -log(V p), with log p(x) = logit(x) - logit(token) + log p(token).
+        mean = float(logits[row, : self._tokens].mean(dtype=np.float64))
+        certainty = float(logits[row, token]) - value - mean - math.log(self._tokens)
+        return Token(token, source, value, tuple(top), certainty)
 
     def _banned(self, position: int) -> tuple[int, ...] | None:
         number = position - self._prompt_length + 1

@@ -42,7 +42,7 @@ class DeviceLogits:
     def __init__(self, buffers: DeviceBuffers, device: Device, buffer: DeviceBuffer, first: int, rows: int) -> None:
         self._buffers, self._device, self._buffer = buffers, device, buffer
         self._first, self._rows = first, rows
-        self._copied: NDArray[np.float32] | None = None
+        self._copied: list[NDArray[np.float32]] | None = []  # the whole buffer, once it was looked at
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,9 +63,10 @@ class DeviceLogits:
         return np.asarray(self)[key]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        if self._copied is None:
-            self._copied = self._buffers.read(self._buffer).reshape(-1, self._buffer.shape[-1])
-        rows = self._copied[self._first : self._first + self._rows]
+        if not self._copied:
+            self._copied = [] if self._copied is None else self._copied
+            self._copied.append(self._buffers.read(self._buffer).reshape(-1, self._buffer.shape[-1]))
+        rows = self._copied[0][self._first : self._first + self._rows]
         return np.array(rows, dtype, copy=copy)
 
     def copy(self) -> NDArray[np.float32]:
@@ -121,6 +122,15 @@ class DeviceLogits:
             binding.bind_output(name)  # on the host: a few numbers
         run_bound(session, binding, "judging a proposal")
         return list(binding.copy_outputs_to_cpu())
+
+    @classmethod
+    def of_batch(cls, buffers: DeviceBuffers, device: Device, buffer: DeviceBuffer, rows: int) -> list[DeviceLogits]:
+        """The first `rows` of each row of a batch, of logits f32 [batch, n, V]; one copy to the host serves all."""
+        batch, most, _ = buffer.shape
+        found = [cls(buffers, device, buffer, row * most, rows) for row in range(batch)]
+        for one in found:
+            one._copied = found[0]._copied
+        return found
 
 
 Logits = NDArray[np.float32] | DeviceLogits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,15 @@ from specrun.runtime.tuning import UNTUNED, Tuning
 
 UNTUNED_ORDER: Final = ("eagle+ngram", "medusa+ngram")
 """What "auto" takes where nothing was measured: a head is asked only where that pays, a draft model always costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A draft model that is loaded, what its runs cost, and how its tokens fared, greedy (True) and sampled."""
+
+    session: ModelSession
+    calibration: Calibration
+    estimates: dict[bool, HeadEstimate]
 
 
 class Drafting:
@@ -157,12 +167,9 @@ class Drafting:
             other = self._draft_proposer(request, chooser, costs)
         return CombinedProposer(ngram, other, self.heads.lift(base), fixed=fixed is not None) if second else other
 
-    def row_proposer(self, request: Request, prediction: PredictedText | None = None) -> OfferedNgrams | None:
-        """The proposer of a request in a row of a batch, by method "ngram" or "none": its width is chosen later."""
-        fixed = request.options.draft_length
-        if request.method == "none" or fixed == 0:
-            return None
-        planner = DraftLengthPlanner(lambda width: 1.0, fixed=fixed)
+    def offered_ngrams(self, request: Request, prediction: PredictedText | None = None) -> OfferedNgrams:
+        """N-grams for a request in a row of a batch, over a text of its own: its width is chosen later."""
+        planner = DraftLengthPlanner(lambda width: 1.0, fixed=request.options.draft_length)
         ngram = ngram_method.NgramProposer(self.table.beside(), planner, self._ngram_estimate, prediction)
         return OfferedNgrams(ngram)
 
@@ -177,7 +184,11 @@ class Drafting:
             self.draft_tokens = list(committed[: min(self.draft.length, len(committed) - 1)])
         if used[0] in HEAD_METHODS and drafted:
             self.heads.finish(used[0], committed)
-        if {"ngram", "lookahead"} & {*used}:
+        self.remember(request, committed)
+
+    def remember(self, request: Request, committed: Sequence[int]) -> None:
+        """Remember a text for later n-gram proposals, if the request's method copies."""
+        if {"ngram", "lookahead"} & {*str(request.method).split("+")}:
             self.table.add_text(committed)
 
     def forget(self, *, texts_only: bool = False) -> None:
@@ -231,7 +242,8 @@ class Drafting:
             self.draft.close()
         self.heads.close()
 
-    def _draft_proposer(self, request: Request, chooser: Chooser, costs: RoundCosts) -> draft_method.DraftProposer:
+    def open_draft(self) -> DraftModel:
+        """The draft model, loaded now if it was not; UsageError if there is none."""
         if self.draft is None:
             speculator = self.heads.require("draft")
             self._load_draft(speculator.draft_bundle(self._bundle), self.heads.threads)
@@ -240,19 +252,25 @@ class Drafting:
             self._draft_estimates = self._new_draft_estimates()
         assert self.draft is not None
         assert self._draft_calibration is not None
-        step_cost, sampling = self._draft_calibration.cost(1), request.options.sampling
-        fixed = request.options.draft_length
-        planner = DraftLengthPlanner(costs.width, beyond=costs.beyond, step_cost=step_cost, fixed=fixed)
-        return draft_method.DraftProposer(
-            self.draft,
+        return DraftModel(self.draft, self._draft_calibration, self._draft_estimates)
+
+    def draft_reader(self, request: Request, chooser: Chooser) -> draft_method.DraftReader:
+        """What makes a request's draft tokens of the draft model's logits."""
+        sampling = request.options.sampling
+        return draft_method.DraftReader(
             chooser,
-            planner,
-            self._draft_estimates[sampling.greedy],
-            self.draft_tokens,
             self._draft_vocabulary,
             self._bundle.manifest.sizes.vocabulary,
             temperature=1.0 if sampling.greedy else sampling.temperature,
         )
+
+    def _draft_proposer(self, request: Request, chooser: Chooser, costs: RoundCosts) -> draft_method.DraftProposer:
+        draft = self.open_draft()
+        fixed = request.options.draft_length
+        planner = DraftLengthPlanner(costs.width, beyond=costs.beyond, step_cost=draft.calibration.cost(1), fixed=fixed)
+        estimate = draft.estimates[request.options.sampling.greedy]
+        reader = self.draft_reader(request, chooser)
+        return draft_method.DraftProposer(draft.session, reader, planner, estimate, self.draft_tokens)
 
     def _load_draft(self, draft: Bundle, threads: int) -> None:
         device = draft_device(self._device, draft)

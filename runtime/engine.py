@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.async_stream import AsyncStream, Worker
 from specrun.runtime.backend import default_threads, most_threads
+from specrun.runtime.best_of.calls import BestOfCalls
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
@@ -30,12 +31,13 @@ from specrun.runtime.forks import require_own_process
 from specrun.runtime.grammar import Grammars
 from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
-from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.predicted_text import PredictedText
-from specrun.runtime.proposal import Proposer
+from specrun.runtime.prompt_size import beginning, require_possible
+from specrun.runtime.proposal import Proposer, TakesLogits
+from specrun.runtime.proposers.within_grammar import WithinGrammar
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
-from specrun.runtime.round_costs import RoundCosts
+from specrun.runtime.round_costs import costs_of
 from specrun.runtime.session import session_opener
 from specrun.runtime.side_branches import MARGIN, tree_margin
 from specrun.runtime.stream import Stream
@@ -45,11 +47,8 @@ from specrun.runtime.tuning import Tuning, load_tuning
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
-STEEPEST: Final = 8.0
-"""How many times the time a byte of weights takes a byte of KV may take: attention reads it less evenly."""
 
-
-class Engine:
+class Engine(BestOfCalls):
     """A loaded model. Safe to share between threads: requests run one after another.
 
     >>> with Engine.load("smollm2-135m") as engine:                       # doctest: +SKIP
@@ -85,7 +84,6 @@ class Engine:
         )
         self.calibration = calibrate(bundle, self.threads, self._open_session, device=self.device)
         self.target = self._open_session(1, self.calibration.rule)
-        self.target.tree_bound = self.calibration.tree_bound
         self.tuning = load_tuning(bundle, self.threads, self.device)
         self._begin_costs()
         self.drafting = Drafting(bundle, draft, self.threads, self.device, self.tuning, self.context)
@@ -163,6 +161,7 @@ class Engine:
         ):
             kinds = "text, or a list of messages such as {'role': 'user', 'content': 'Hi'}"
             raise UsageError(f"A prompt is {kinds}, not {prompt!r:.60}.")
+        require_possible(prompt, system, self.tokenizer, self.context)
         template = self.tokenizer.chat_template
         if raw or (template is None and isinstance(prompt, str)):
             if not isinstance(prompt, str):
@@ -239,7 +238,6 @@ class Engine:
         with self._exclusive():
             self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True, device=self.device)
             self.target.width_rule = self.calibration.rule
-            self.target.tree_bound = self.calibration.tree_bound
             self._begin_costs()
         return self.calibration
 
@@ -310,6 +308,7 @@ class Engine:
             self._closed = True
             self.worker.close()
             self.target.close()
+            self.close_prefix_graph()
             self.drafting.close()
             del self._open_session  # it holds the target's weights
 
@@ -366,13 +365,17 @@ class Engine:
 
     def proposer(self, request: Request, chooser: Chooser) -> Proposer | None:
         """The proposer of a request, None for plain decoding; loads the speculator that it needs."""
-        return self.drafting.proposer(request, chooser, self._costs, self.prediction(request))
+        proposer = self.drafting.proposer(request, chooser, self._costs, self.prediction(request))
+        if proposer is None or request.constraint is None or isinstance(proposer, TakesLogits):
+            return proposer
+        return WithinGrammar(proposer, chooser)
 
     def prediction(self, request: Request) -> PredictedText | None:
         """The text that a request says is likely to come, for methods that copy."""
         if not request.prediction or "ngram" not in str(request.method):
             return None
-        return PredictedText(self.tokenizer.encode(request.prediction, add_bos=False)[: self.context])
+        likely = beginning(request.prediction, self.context)
+        return PredictedText(self.tokenizer.encode(likely, add_bos=False)[: self.context])
 
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.
@@ -384,12 +387,9 @@ class Engine:
         self.drafting.finish(request, committed, drafted=drafted)
 
     def _begin_costs(self) -> None:
-        """Costs as calibrated and tuned. A run reads the weights once, and of each token of text its KV."""
-        plain = self.calibration.cost(1)
-        read = KVShape.of_bundle(self.bundle).kv_bytes(1) / max(1, self.bundle.weights_bytes)
-        self._costs = self.target.costs = RoundCosts(
-            self.calibration.cost, self.tuning.beyond, steepest=STEEPEST * read * plain
-        )
+        """Costs as calibrated and tuned, and the bound of trees."""
+        self.target.tree_bound = self.calibration.tree_bound
+        self._costs = self.target.costs = costs_of(self.bundle, self.calibration.cost, self.tuning.beyond)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -157,6 +158,15 @@ class Matcher:
         mask.setflags(write=False)
         self._mask = mask
         return mask
+
+    def fitting(self, drafts: Sequence[int]) -> int:
+        """How many of `drafts`, from the first on, may follow the committed tokens; cheap, as no mask is computed."""
+        if self._held != self._committed and self.allowed() is None:
+            return 0
+        known = [*takewhile(lambda token: token < self._tokens, drafts)]
+        fits: int = self._inner.validate_tokens(known)
+        self._require_sound()
+        return fits
 
     def _require_sound(self) -> None:
         if self._inner.is_error():

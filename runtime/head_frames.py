@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from numpy.typing import NDArray
 
 from specrun.runtime.device_buffers import Buffers
+from specrun.runtime.kv_cache import KVCache
+
+_KV_TYPES: Final = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
 
 Output = tuple[tuple[int, ...], str]  # shape and type
 
@@ -55,3 +58,17 @@ class HeadFrame:
     def read(self, name: str) -> NDArray[Any]:
         """An output of the last run, on the host."""
         return self._buffers.read(self._outputs[name])
+
+
+def head_cache(session: Any, buffers: Buffers, kv_heads: int, head_dim: int, positions: int) -> KVCache:
+    """Empty buffers of the one layer of a head's graph, of the type that it has, for at most so many positions."""
+    types = {value.name: value.type for value in session.get_inputs()}
+    return KVCache(
+        layers=1,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        capacity=1,
+        limit=positions,
+        dtype=_KV_TYPES[types["past_key"]],
+        buffers=buffers,
+    )

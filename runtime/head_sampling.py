@@ -11,6 +11,7 @@ A head's graph takes the best of logits / T + noise. What the noise is decides w
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -71,6 +72,26 @@ class HeadSampling:
         for row, position in enumerate(positions):
             noise[row, : self._real] = self._gumbel(position)
         return Choice(1.0 / self._temperature, noise, self.drawn)
+
+    def noise(self, *positions: int) -> NDArray[np.float32] | None:
+        """As the noise of `choice`, for a run at temperature 1 that serves requests of several: f32 [positions, draft].
+
+        logits / T + noise has the order of logits + T noise. None where greedy decoding has none.
+        """
+        choice = self.choice(*positions)
+        return None if choice.noise is None else choice.noise * np.float32(self._temperature)
+
+    def sureness_at_one(
+        self, tokens: Sequence[int], log_probs: Sequence[float], noise: NDArray[np.float32] | None
+    ) -> list[float]:
+        """As `sureness` for the candidates of one row of a run with `noise`'s row f32 [draft], at temperature 1."""
+        if noise is None:
+            return list(log_probs)
+        scores = np.array(log_probs) + noise[self._vocabulary.searchsorted(tokens)]
+        scores /= self._temperature
+        scores -= scores.max()
+        sure: list[float] = (scores - np.log(np.exp(scores).sum())).tolist()
+        return sure
 
     def sureness(self, candidates: Candidates, choice: Choice) -> list[list[float]]:
         """How sure the head is of each candidate, as logarithms.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +53,11 @@ def find_draft(bundle: Bundle, name_or_path: str | Path) -> Bundle | InstalledSp
 
 
 @dataclass(slots=True)
-class _Head:
+class LoadedHead:
     """A loaded head, with what requests have shown of it. `costs` are those of a run of Medusa in `append`."""
 
     speculator: InstalledSpeculator
+    onnx_session: Any
     session: MedusaSession | EagleSession
     columns: Columns
     vocabulary: NDArray[np.int64]
@@ -91,7 +92,7 @@ class Heads:
         self._tuning = tuning
         self._found: dict[str, InstalledSpeculator] = {}
         self._lifts: dict[str, Lift] = {}
-        self._loaded: dict[str, _Head] = {}
+        self._loaded: dict[str, LoadedHead] = {}
 
     @property
     def threads(self) -> int:
@@ -129,7 +130,7 @@ class Heads:
 
     def held(self, method: str, prompt: Sequence[int]) -> int:
         """Up to which position a head of this method needs no features of the prompt from the target."""
-        head = self._head(method)
+        head = self.loaded(method)
         if isinstance(head.session, EagleSession):
             return sum(head.slots.shared(prompt, head.session.length))
         return len(prompt)
@@ -138,7 +139,7 @@ class Heads:
         self, method: str, request: Request, costs: RoundCosts, side_value: float, noise: PositionNoise
     ) -> MedusaProposer | EagleProposer:
         """The proposer of a request; loads the head if this is the first one."""
-        head = self._head(method)
+        head = self.loaded(method)
         options = request.options
         greedy = options.sampling.greedy
         tokens = self._bundle.manifest.sizes.tokens
@@ -154,7 +155,7 @@ class Heads:
 
     def draft_costs(self, method: str) -> tuple[float, float]:
         """Seconds of the first draft token of a round, and of each further one; loads the head if it is not yet."""
-        costs = self._head(method).costs
+        costs = self.loaded(method).costs
         return costs.append, costs.level(1) if costs.levels else 0.0
 
     def lift(self, method: str) -> Lift:
@@ -163,13 +164,13 @@ class Heads:
 
     def reserve(self, method: str, length: int) -> None:
         """Make room for a text of so many tokens."""
-        session = self._head(method).session
+        session = self.loaded(method).session
         if isinstance(session, EagleSession):
             session.reserve(length)
 
     def finish(self, method: str, committed: Sequence[int]) -> None:
         """A request ended: remember which text the slots of a head's cache belong to."""
-        head = self._head(method)
+        head = self.loaded(method)
         if isinstance(head.session, EagleSession):
             head.slots.tokens = list(committed[: head.slots.first + head.session.length + 1])
 
@@ -193,7 +194,7 @@ class Heads:
 
     def first_chances(self, method: str) -> tuple[float, ...]:
         """By depth, the chance that the best candidate of a method's head stands, as greedy requests showed it."""
-        return tuple(chances[0] for chances in self._head(method).estimates[True].by_rank())
+        return tuple(chances[0] for chances in self.loaded(method).estimates[True].by_rank())
 
     def begin_from(self, tuning: Tuning) -> None:
         """Forget every earlier request and begin from a tuning."""
@@ -216,13 +217,14 @@ class Heads:
             head.session.close()
         self._loaded.clear()
 
-    def _head(self, method: str) -> _Head:
+    def loaded(self, method: str) -> LoadedHead:
+        """The head of a method, loaded now if it was not."""
         head = self._loaded.get(method)
         if head is None:
             head = self._loaded[method] = self._load(self.require(method))
         return head
 
-    def _load(self, speculator: InstalledSpeculator) -> _Head:
+    def _load(self, speculator: InstalledSpeculator) -> LoadedHead:
         manifest = speculator.manifest
         sizes, features = manifest.sizes, self._bundle.manifest.features
         assert features is not None
@@ -257,6 +259,6 @@ class Heads:
             costs = EagleCosts(*session.measure())
         ids = speculator.vocabulary()
         vocabulary = np.arange(sizes.draft_vocabulary) if ids is None else ids.astype(np.int64)
-        head = _Head(speculator, session, columns, vocabulary, costs)
+        head = LoadedHead(speculator, onnx_session, session, columns, vocabulary, costs)
         head.forget(self._tuning.heads.get(speculator.digest))
         return head

@@ -41,7 +41,7 @@ class KVCache:
         self._arrays: list[Any] = []
         self._shape = (batch, kv_heads, head_dim)
         self._buffers = 2 * layers
-        self._limit = limit
+        self.limit = limit
         self.reserve(capacity)
 
     def another(self, batch: int, limit: int) -> KVCache:
@@ -75,10 +75,10 @@ class KVCache:
         """
         if capacity <= self.capacity:
             return False
-        if capacity > self._limit:
-            raise ValueError(f"{capacity} positions are more than the {self._limit} of the model")
+        if capacity > self.limit:
+            raise ValueError(f"{capacity} positions are more than the {self.limit} of the model")
         batch, kv_heads, head_dim = self._shape
-        capacity = self.buffers.capacity(capacity, self._limit, batch)
+        capacity = self.buffers.capacity(capacity, self.limit, batch)
         shape = (batch, kv_heads, capacity, head_dim)
         arrays = [self.buffers.zeros(shape, self.dtype) for _ in range(self._buffers)]
         self.buffers.grow(self._arrays, arrays)  # with what lies behind the lengths: the nodes of a tree that grows
@@ -86,6 +86,31 @@ class KVCache:
         self.values = [self.buffers.value(array) for array in arrays]
         self.capacity = capacity
         return True
+
+    def fit(self, capacity: int) -> bool:
+        """Let the buffers have this capacity exactly, at least what the rows hold; True if they moved.
+
+        Raises ValueError for buffers that are not on the host.
+        """
+        if self.buffers.resident:
+            raise ValueError("the buffers of a device keep their capacity")
+        if capacity < max(self.lengths):
+            raise ValueError(f"cannot fit {max(self.lengths)} positions into {capacity}")
+        if capacity == self.capacity:
+            return False
+        batch, kv_heads, head_dim = self._shape
+        kept = min(capacity, self.capacity)
+        for index, old in enumerate(self._arrays):  # one at a time, so that the memory is never needed twice
+            new = self.buffers.zeros((batch, kv_heads, capacity, head_dim), self.dtype)
+            new[:, :, :kept] = old[:, :, :kept]
+            self._arrays[index] = new
+            self.values[index] = self.buffers.value(new)
+        self.capacity = capacity
+        return True
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """The buffers themselves, where they are on the host, key.0, value.0, key.1, ...: of use until they move."""
+        return [*self._arrays]
 
     def part(self, first: int, count: int) -> KVCache:
         """Rows `first` .. `first` + `count` - 1 as a cache over the same memory, with lengths of its own.
@@ -95,7 +120,7 @@ class KVCache:
         part = copy.copy(self)
         part.lengths = self.lengths[first : first + count]
         part._shape = (count, *self._shape[1:])
-        part._limit = self.capacity
+        part.limit = self.capacity
         part._arrays = [self.buffers.rows(array, first, count) for array in self._arrays]
         part.values = [self.buffers.value(array) for array in part._arrays]
         return part

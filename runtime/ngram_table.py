@@ -40,7 +40,7 @@ LONGEST_MATCH: Final = 32
 CANDIDATES: Final = 8
 """Places of a longest n-gram that are compared, in the current text and in earlier texts each, the newest first."""
 
-Agreement = Literal["alone", "agree", "differ", "earlier", "predicted"]
+Agreement = Literal["alone", "agree", "differ", "earlier", "predicted", "sibling", "siblings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class Match:
     tokens     what followed it, at least one token
     agreement  for each token: whether the occurrence before that one went on in the same way ("agree", "differ"), or
                there is none that had gone along until then ("alone"); "earlier" for a match in an earlier text,
-               "predicted" for one in a `PredictedText`
+               "predicted" for one in a `PredictedText`; "sibling" for one in another sample of the same prompt,
+               "siblings" where two go on in the same way
     """
 
     length: int
@@ -59,7 +60,7 @@ class Match:
     agreement: tuple[Agreement, ...] = field(default=(), compare=False)
 
 
-def _keys(text: Sequence[int], end: int, max_n: int) -> list[int]:
+def ngram_keys(text: Sequence[int], end: int, max_n: int) -> list[int]:
     """The packed suffixes of text[:end], lengths 1 .. min(end, max_n). No two n-grams of any length share a key."""
     keys = []
     key = shift = 0
@@ -168,9 +169,13 @@ class NgramTable:
     def beside(self) -> NgramTable:
         """Another table with a current text of its own and these earlier texts, now and later; add them here."""
         other = NgramTable(self.max_n, eos_ids=self.eos_ids, earlier_tokens=self.earlier_tokens)
-        other._earlier, other._earlier_before, other._bases = self._earlier, self._earlier_before, self._bases
-        other._earlier_followers, other.pool = self._earlier_followers, self.pool
+        other.share(self)
         return other
+
+    def share(self, other: NgramTable) -> None:
+        """Have the earlier texts and the pool of another table, now and later, for one's own."""
+        self._earlier, self._earlier_before, self._bases = other._earlier, other._earlier_before, other._bases
+        self._earlier_followers, self.pool = other._earlier_followers, other.pool
 
     def __len__(self) -> int:
         """Tokens of the current text."""
@@ -190,7 +195,7 @@ class NgramTable:
             starts.append(len(undo))
             if token not in eos_ids:
                 place = len(text)
-                for key in _keys(text, place, self.max_n):
+                for key in ngram_keys(text, place, self.max_n):
                     undo.append(followers.get(key, _NONE))
                     followers[key] = place
             text.append(token)
@@ -207,7 +212,7 @@ class NgramTable:
         del self._undo_starts[length:]
         while len(text) > length:
             if text.pop() not in self.eos_ids:
-                for key in reversed(_keys(text, len(text), self.max_n)):
+                for key in reversed(ngram_keys(text, len(text), self.max_n)):
                     before = undo.pop()
                     if before == _NONE:
                         del followers[key]
@@ -231,7 +236,7 @@ class NgramTable:
         self._next_base += len(text)
         for place, token in enumerate(text):
             if token not in self.eos_ids:
-                keys = _keys(text, place, self.max_n)
+                keys = ngram_keys(text, place, self.max_n)
                 if len(keys) == self.max_n:
                     before[place] = self._earlier_followers.get(keys[-1], _NONE)
                 for key in keys:
@@ -241,7 +246,7 @@ class NgramTable:
         text, base = self._earlier.pop(0), self._bases.pop(0)
         del self._earlier_before[0]
         for place in range(len(text)):
-            for key in _keys(text, place, self.max_n):
+            for key in ngram_keys(text, place, self.max_n):
                 if self._earlier_followers.get(key) == base + place:  # no newer text has it
                     del self._earlier_followers[key]
 
@@ -250,7 +255,7 @@ class NgramTable:
         if max_tokens < 1:
             return None
         text = self._text
-        keys = _keys(text, len(text), self.max_n)
+        keys = ngram_keys(text, len(text), self.max_n)
         for length in range(len(keys), 0, -1):
             places = itertools.islice(self._own_places(keys[length - 1], length), CANDIDATES)
             older = itertools.islice(self._earlier_places(keys[length - 1], length), CANDIDATES)

@@ -127,6 +127,7 @@ class GenerationOptions:
     min_tokens    see below
     draft_length  draft tokens a round (K); 0 proposes nothing; None leaves it to the method
     ignore_eos    end-of-sequence ids are ordinary tokens
+    certainties   tell of each token how decided the distribution was, for the scores of best-of-N
 
     min_tokens is one rule, with and without a draft: the token that ends the text is at the earliest number
     min_tokens + 1. Until min_tokens tokens are emitted the end-of-sequence ids have probability 0 (in the row that
@@ -143,6 +144,7 @@ class GenerationOptions:
     min_tokens: int = 0
     draft_length: int | None = None
     ignore_eos: bool = False
+    certainties: bool = False
 
     def __post_init__(self) -> None:
         keep = object.__setattr__

@@ -13,12 +13,16 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One emitted token: where it came from, and its log-probability in nats if asked for."""
+    """One emitted token: where it came from, and its log-probability in nats if asked for.
+
+    certainty: for best-of-N, KL(uniform || p) in nats of the distribution that it was drawn from.
+    """
 
     id: int
     source: Source
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    certainty: float | None = None
 
 
 @dataclass(slots=True)

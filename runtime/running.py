@@ -98,6 +98,11 @@ class Running:
         given = self.request.options.draft_length
         return MAX_DRAFT_LENGTH if given is None else given
 
+    @property
+    def so_far(self) -> list[Token]:
+        """The tokens that were decided, those whose text is not sure yet included."""
+        return [*self._tokens, *self._pending]
+
     def result(self) -> Result:
         """What there is so far."""
         engine, sampling = self._engine, self.request.options.sampling
@@ -132,7 +137,10 @@ class Running:
         return context if max_tokens is None else min(context, prompt + max_tokens)
 
     def steps(self, place: Place) -> Generator[Piece | RunRequest, RunAnswer | None]:
-        """Run it at a place: the pieces, and between them the requests of the loop, each to be answered."""
+        """Run it at a place: the pieces, and between them the requests of the loop, each to be answered.
+
+        The answer None ends it there.
+        """
         if self._length_limit <= len(self.prompt_tokens):
             self._finish = "length"
         elif not self.cancelled.is_set():
@@ -165,7 +173,10 @@ class Running:
             step = next(rounds, None)
             while step is not None:
                 if isinstance(step, RunRequest):
-                    step = resume(rounds, (yield step))
+                    given = yield step
+                    if given is None:
+                        break
+                    step = resume(rounds, given)
                     continue
                 now = time.perf_counter()
                 if emitted:

@@ -43,6 +43,7 @@ Noise = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.uint64]]
 
 _WORD: Final = 64
 _UNIT: Final = 2.0**-53
+_LARGEST: Final = float(np.finfo(np.float32).max)
 _CHUNK: Final = 8192  # small enough for the processor's cache and for malloc to reuse
 _JUMP: Final = 1000  # jumping to one noise value costs about as much as drawing so many of the row
 
@@ -238,13 +239,12 @@ def _penalised(
     if ids.size and int(ids.max()) >= row.size:  # a draft may know fewer ids than the text holds
         known = ids < row.size
         ids, output = ids[known], output[known]
-    values = row[ids].astype(np.float64)
-    if options.repetition_penalty != 1.0:
-        penalty = options.repetition_penalty
-        values = np.where(values > 0.0, values / penalty, values * penalty)
+    before, penalty = row[ids].astype(np.float64), options.repetition_penalty
+    with np.errstate(over="ignore"):
+        values = np.where(before > 0.0, before / penalty, before * penalty)
     values -= options.frequency_penalty * output + options.presence_penalty * (output > 0)
     row = row.astype(np.float32, copy=True)
-    row[ids] = values
+    row[ids] = np.where(np.isfinite(before), np.clip(values, -_LARGEST, _LARGEST), values)
     return row
 
 

@@ -102,7 +102,7 @@ class ModelSession:
         self._bias = np.zeros(0, HOST_TYPES[self._dtype])
         self._outputs: dict[Any, Any] = {}
         self._last: tuple[Frame, int] | None = None
-        self._joined: NDArray[np.float32] | None = None  # features of a run that took several
+        self._joined: NDArray[np.float32] | None = None  # features of a run that took several, or came from a device
         self._planted: NDArray[Any] | None = None  # the part of the bias that is not 0: a tree of the last run
         self.onnx_seconds = 0.0
         self.costs: RoundCosts | None = None  # which learn from the runs of one row
@@ -128,6 +128,8 @@ class ModelSession:
         """Features f32 [batch, positions, taps x hidden] of the last run, padding included; a view like `features`."""
         if self._last is None:
             return np.empty((self.cache.batch, 0, self._feature_width), np.float32)
+        if self._joined is None and self._buffers.resident:  # once, as every row of a batch asks for them
+            self._joined = self._buffers.read(self._last[0].features)
         return self._buffers.read(self._last[0].features) if self._joined is None else self._joined
 
     def tree_room(self, length: int) -> int:
@@ -179,6 +181,12 @@ class ModelSession:
         """Make room for `length` positions a row, as far as the model has them."""
         if self.cache.reserve(min(length, self.positions)):
             self._frames.clear()  # they are bound to the buffers of before
+
+    def fit(self, length: int) -> None:
+        """Keep the first `length` positions of row 0, in buffers that hold no more."""
+        self.cache.rewind_to(length)
+        if self.cache.fit(length):
+            self._frames.clear()
 
     def close(self) -> None:
         """Free the session and its buffers."""
@@ -249,10 +257,7 @@ class ModelSession:
         for row, new in enumerate(tokens):
             lengths[row] += len(new)
         if isinstance(self._buffers, DeviceBuffers):
-            most = frame.shape.rows
-            return [
-                DeviceLogits(self._buffers, self.device, frame.logits, row * most, rows) for row in range(len(tokens))
-            ]
+            return DeviceLogits.of_batch(self._buffers, self.device, frame.logits, rows)
         logits: NDArray[np.float32] = frame.logits[:, :rows]
         return logits
 

@@ -11,7 +11,7 @@ import functools
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +21,7 @@ from specrun.models_cache.errors import BackendError, ContextLengthError, Integr
 from specrun.runtime.backend import first_line
 from specrun.runtime.device import CPU, Device
 from specrun.runtime.device_buffers import buffers_of
-from specrun.runtime.head_frames import HeadFrame, Output
-from specrun.runtime.kv_cache import KVCache
+from specrun.runtime.head_frames import HeadFrame, Output, head_cache
 
 TOP_K: Final = 8  # candidates of a row
 MAX_BRANCHES: Final = 4  # nodes that are drafted on at one level
@@ -30,8 +29,6 @@ MAX_FRAMES: Final = 32
 MEASURED_RUNS: Final = 8
 COLD_RUNS: Final = 5
 WALKED_BYTES: Final = 64 << 20
-
-KV_TYPES: Final = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
 
 Features = NDArray[np.float32]
 
@@ -60,14 +57,14 @@ class Choice:
 PLAIN: Final = Choice()
 
 
-class _HeadSession:
+class HeadSession:
     """What both have in common: the graph, its frames, the choice of tokens."""
 
     def __init__(self, name: str, onnx_session: Any, draft_vocabulary: int, device: Device) -> None:
-        self._name = name
+        self._name, self.device = name, device
         self._buffers = buffers_of(device)
         self._onnx_session = onnx_session
-        self._draft = draft_vocabulary
+        self.draft_vocabulary = draft_vocabulary
         self.top_k = min(TOP_K, draft_vocabulary)
         self._frames: OrderedDict[tuple[int, ...], HeadFrame] = OrderedDict()
         self.onnx_seconds = 0.0
@@ -75,7 +72,7 @@ class _HeadSession:
     def _choice_inputs(self, noise_rows: int) -> dict[str, NDArray[Any]]:
         return {
             "inverse_temperature": np.ones(1, np.float32),
-            "noise": np.zeros((noise_rows, self._draft), np.float32),
+            "noise": np.zeros((noise_rows, self.draft_vocabulary), np.float32),
             "top_k": np.array([self.top_k], np.int64),
         }
 
@@ -83,7 +80,7 @@ class _HeadSession:
         best = rows, self.top_k
         outputs: dict[str, Output] = {"tokens": (best, "int64"), "log_probs": (best, "float32")}
         if logits:
-            outputs["logits"] = (rows, self._draft), "float32"
+            outputs["logits"] = (rows, self.draft_vocabulary), "float32"
         return outputs
 
     def _keep(self, key: tuple[int, ...], frame: HeadFrame) -> HeadFrame:
@@ -110,7 +107,7 @@ class _HeadSession:
         return Candidates(tokens.tolist(), log_probs.tolist(), frame.read("logits") if choice.logits else None)
 
 
-class MedusaSession(_HeadSession):
+class MedusaSession(HeadSession):
     """A Medusa speculator: all heads from one feature row, f32 [feature_width], and perhaps the token after it."""
 
     def __init__(
@@ -127,38 +124,70 @@ class MedusaSession(_HeadSession):
         self.heads = heads
         self._width = feature_width
         shapes = {"features": (None, feature_width), "noise": (None, draft_vocabulary)}
-        check_shapes(name, onnx_session, shapes | {"tokens": (heads, None), "logits": (heads, draft_vocabulary)})
+        check_shapes(name, onnx_session, shapes | {"tokens": (None, None), "logits": (None, draft_vocabulary)})
+        features, rows = (
+            next(value.shape[0] for value in values if value.name == wanted)
+            for values, wanted in ((onnx_session.get_inputs(), "features"), (onnx_session.get_outputs(), "tokens"))
+        )
+        self.one_by_one = features == 1  # graphs of before serve one sequence a run
+        self._measured: dict[int, float] = {}
         self._reads_token = any(value.name == "input_ids" for value in onnx_session.get_inputs())
+        if (rows if isinstance(rows, int) else self._rows_of_one()) != heads:
+            raise ManifestError(f"The manifest of {name} does not describe its graph (tokens): make it again.")
+
+    def _rows_of_one(self) -> int:
+        """Rows that the graph gives for one sequence: its shapes leave that open, so it is run."""
+        inputs = {"features": np.zeros((1, self._width), np.float32), **self._choice_inputs(1)}
+        inputs |= {"input_ids": np.zeros(1, np.int64)} if self._reads_token else {}
+        return len(self._onnx_session.run(["tokens"], inputs)[0])
 
     @property
     def kv_bytes(self) -> int:
         """Medusa keeps nothing."""
         return 0
 
-    def run(self, feature: Features, token: int, choice: Choice = PLAIN) -> Candidates:
-        """Candidates of every head: row j guesses the token j + 2 places after the feature's.
+    def run(self, features: Features, tokens: Sequence[int], choice: Choice = PLAIN) -> Candidates:
+        """Candidates of every head for sequences with these newest features f32 [n, feature_width].
 
-        token: the one after the feature's, which not all heads look at.
+        Row j * n + i of the candidates, and of the choice's noise, is of head j for sequence i: a guess of the token
+        j + 2 places after its feature's. tokens: the one after each feature, which not all heads look at.
         """
+        count = len(tokens)
+        if count > 1 and self.one_by_one:
+            return self._run_one_by_one(features, tokens, choice)
         noisy = choice.noise is not None
-        key = (int(choice.logits), int(noisy))
+        key = (count, int(choice.logits), int(noisy))
         frame = self._frames.get(key)
         if frame is None:
-            inputs: dict[str, NDArray[Any]] = {"features": np.zeros((1, self._width), np.float32)}
+            rows = self.heads * count
+            inputs: dict[str, NDArray[Any]] = {"features": np.zeros((count, self._width), np.float32)}
             if self._reads_token:
-                inputs["input_ids"] = np.zeros(1, np.int64)
-            inputs |= self._choice_inputs(self.heads if noisy else 1)
-            outputs = self._choice_outputs(self.heads, choice.logits)
+                inputs["input_ids"] = np.zeros(count, np.int64)
+            inputs |= self._choice_inputs(rows if noisy else 1)
+            outputs = self._choice_outputs(rows, choice.logits)
             frame = self._keep(key, HeadFrame(self._onnx_session, self._buffers, inputs, outputs, {}))
-        frame.inputs["features"][0] = feature
+        frame.inputs["features"][:] = features
         if self._reads_token:
-            frame.inputs["input_ids"][0] = token
+            frame.inputs["input_ids"][:] = tokens
         return self._run(frame, choice)
 
-    def measure(self) -> float:
-        """Seconds of a run as it is between runs of the target: its weights are in no cache."""
-        feature = np.zeros(self._width, np.float32)
-        return _timed_cold(lambda: self.run(feature, 0))
+    def _run_one_by_one(self, features: Features, tokens: Sequence[int], choice: Choice) -> Candidates:
+        count, noise = len(tokens), choice.noise
+        rows: list[tuple[list[int], list[float], Any]] = [([], [], None)] * (self.heads * count)
+        for row, token in enumerate(tokens):
+            own = noise if noise is None or len(noise) == 1 else noise[row::count]
+            found = self.run(features[row : row + 1], [token], replace(choice, noise=own))
+            logits = [None] * self.heads if found.logits is None else found.logits.copy()
+            rows[row::count] = zip(found.tokens, found.log_probs, logits, strict=True)
+        joined, log_probs, raw = zip(*rows, strict=True)
+        return Candidates([*joined], [*log_probs], np.stack(raw) if choice.logits else None)
+
+    def measure(self, count: int = 1) -> float:
+        """Seconds of a run for so many sequences as it is between runs of the target: its weights are in no cache."""
+        if count not in self._measured:
+            features = np.zeros((count, self._width), np.float32)
+            self._measured[count] = _timed_cold(lambda: self.run(features, [0] * count))
+        return self._measured[count]
 
     def close(self) -> None:
         """Free the session."""
@@ -166,7 +195,7 @@ class MedusaSession(_HeadSession):
         self._onnx_session = None
 
 
-class EagleSession(_HeadSession):
+class EagleSession(HeadSession):
     """An EAGLE speculator with the KV buffer of its one layer.
 
     Slot i of the buffer holds the feature of token i together with token i + 1. `length` counts the slots that were
@@ -199,16 +228,7 @@ class EagleSession(_HeadSession):
         }
         check_shapes(name, onnx_session, shapes)
         self._width, self._hidden_size, self._positions = feature_width, hidden, positions
-        types = {value.name: value.type for value in onnx_session.get_inputs()}
-        self.cache = KVCache(
-            layers=1,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            capacity=1,
-            limit=positions,
-            dtype=KV_TYPES[types["past_key"]],
-            buffers=self._buffers,
-        )
+        self.cache = head_cache(onnx_session, self._buffers, kv_heads, head_dim, positions)
         self._bias = np.zeros(0, np.float32)
         self._nodes: list[tuple[int, ...]] = []  # of each node its ancestors and itself, as places behind `length`
         self._outputs = np.zeros((1, hidden), np.float32)  # `hidden` of the last real slot, then of each node

@@ -1,4 +1,4 @@
-"""Proves on this machine that speculation does not change the text: every method and K against plain decoding."""
+"""Proves on this machine that speculation changes no text: every method, K and batch against plain decoding."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from specrun.models_cache.errors import UsageError
+from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.progress import Progress, no_progress
+from specrun.runtime.batch import BatchEngine, BatchRequest
+from specrun.runtime.batching.batch_row import SOLO_METHODS
 from specrun.runtime.engine import Engine, Prompt
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.request import METHODS, canonical_method
 from specrun.runtime.sampling import coupled_noise
 
 DRAFT_LENGTHS: Final = (1, 2, 3, 4, 5, 8, 16)
+BATCH_SIZES: Final = (1, 3)  # fewer rows than prompts: they join and leave at different rounds
 SAMPLINGS: Final[dict[str, dict[str, Any]]] = {
     "greedy": {},
     "coupled": {"temperature": 0.8, "top_p": 0.95, "seed": 20240229},
@@ -30,11 +33,12 @@ PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class VerifyCase:
-    """One method, draft length and kind of sampling over all prompts.
+    """One method, draft length, batch size and kind of sampling over all prompts.
 
     draft_length: None for the adaptive one. tokens: how many were compared. difference: where and by how much the
-    first unequal text differs, None if all are equal. rounding: whether that is no more than the probe's bound allows:
-    where exactness is "rounding", two tokens nearer to each other than twice the bound may change places.
+    first unequal text differs, None if all are equal. batch: prompts that ran together; 1: each was alone. rounding:
+    whether differences are no more than the probe's bound allows: where exactness is "rounding", two tokens nearer to
+    each other than twice the bound may change places.
     """
 
     method: str
@@ -44,6 +48,7 @@ class VerifyCase:
     tokens: int
     equal: bool
     difference: str | None
+    batch: int = 1
     rounding: bool = False
 
     @property
@@ -58,15 +63,17 @@ def verify(
     *,
     methods: Sequence[str] | None = None,
     draft_lengths: Sequence[int] = DRAFT_LENGTHS,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
     lookahead: Sequence[int] | None = None,
     max_tokens: int = 64,
     progress: Progress | None = None,
 ) -> Iterator[VerifyCase]:
-    """Yield a case for every method x draft length (and the adaptive one) x {greedy, coupled}, as they are done.
+    """Yield a case for every method x draft length (and the adaptive one) x batch x {greedy, coupled}, one by one.
 
-    A draft length is that of a chain; heads with the adaptive one propose token trees, and so does lookahead with all,
-    of that depth. The width probe is run anew first. prompts: a built-in set by default. methods: all that the engine
-    can run by default. lookahead: as in `RequestOptions`.
+    A draft length is that of a chain; heads that run alone with the adaptive one propose token trees, and so does
+    lookahead with all, of that depth. In a batch plain decoding is a method of its own; lookahead runs alone only, and
+    so does everything where ONNX Runtime is too old for several rows. The width probe is run anew first. prompts: a
+    built-in set by default. methods: all that the engine can run by default. lookahead: as in `RequestOptions`.
     """
     report = progress or no_progress
     prompts = PROMPTS if prompts is None else prompts
@@ -86,42 +93,67 @@ def verify(
         for index, prompt in enumerate(prompts):
             report(f"plain decoding, {sampling}", index, len(prompts))
             expected.append(_tokens(engine, prompt, method="none", max_tokens=max_tokens, **options))
-        for method in methods:
-            shape: dict[str, Any] = {"lookahead": lookahead} if method == "lookahead" else {}
-            for draft_length in (*draft_lengths, None):
-                how = {**options, **shape, "max_tokens": max_tokens}
-                yield _case(engine, prompts, expected, method, draft_length, sampling, how, report)
+        for batch in batch_sizes:
+            for method, draft_length in _cases(methods, draft_lengths, batch, ragged=engine.target.ragged):
+                shape: dict[str, Any] = {"lookahead": lookahead} if method == "lookahead" else {}
+                how = {**options, **shape, "max_tokens": max_tokens, "method": method, "draft_length": draft_length}
+                report(f"{method}, K = {draft_length or 'adaptive'}, batch {batch}, {sampling}", 0, None)
+                compared, difference, near = _compare(engine, prompts, expected, batch, how)
+                counts = len(prompts), compared
+                yield VerifyCase(method, draft_length, sampling, *counts, difference is None, difference, batch, near)
 
 
-def _case(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    expected: Sequence[tuple[int, ...]],
-    method: str,
-    draft_length: int | None,
-    sampling: str,
-    options: dict[str, Any],
-    report: Progress,
-) -> VerifyCase:
-    compared = 0
-    for index, (prompt, wanted) in enumerate(zip(prompts, expected, strict=True)):
-        report(f"{method}, K = {draft_length or 'adaptive'}, {sampling}", index, len(prompts))
-        got = _tokens(engine, prompt, method=method, draft_length=draft_length, **options)
+def _cases(
+    methods: Sequence[str], draft_lengths: Sequence[int], batch: int, *, ragged: bool
+) -> list[tuple[str, int | None]]:
+    """The methods and draft lengths that a batch of this size can have."""
+    if batch > 1:
+        methods = [method for method in methods if method not in SOLO_METHODS] if ragged else []
+    cases: list[tuple[str, int | None]] = [(method, k) for method in methods for k in (*draft_lengths, None)]
+    return cases if batch == 1 or not ragged else [("none", None), *cases]
+
+
+def _compare(
+    engine: Engine, prompts: Sequence[Prompt], expected: Sequence[tuple[int, ...]], batch: int, options: dict[str, Any]
+) -> tuple[int, str | None, bool]:
+    """(tokens compared, the first difference, whether all are within the bound of rounding)."""
+    compared, near = 0, None
+    for index, got in _texts(engine, prompts, batch, options):
+        wanted = expected[index]
         compared += len(wanted)
         if got != wanted:
-            text = f"prompt {index + 1}: {describe_difference(engine, prompt, wanted, got)}"
-            near = _near(engine, prompt, wanted, got, options)
-            return VerifyCase(method, draft_length, sampling, len(prompts), compared, False, text, near)
-    return VerifyCase(method, draft_length, sampling, len(prompts), compared, True, None)
+            text = f"prompt {index + 1}: {describe_difference(engine, prompts[index], wanted, got)}"
+            if not _near(engine, prompts[index], wanted, got, batch, options):
+                return compared, text, False
+            near = near or text
+    return compared, near, near is not None
 
 
-def _near(engine: Engine, prompt: Prompt, wanted: Sequence[int], got: Sequence[int], options: dict[str, Any]) -> bool:
+def _texts(
+    engine: Engine, prompts: Sequence[Prompt], batch: int, options: dict[str, Any]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The token ids of each prompt, by its number."""
+    if batch == 1:
+        for index, prompt in enumerate(prompts):
+            yield index, _tokens(engine, prompt, **options)
+        return
+    requests = [BatchRequest(index, prompt, options) for index, prompt in enumerate(prompts)]
+    answers = [*BatchEngine(engine, batch_size=batch).run(requests)]
+    for answer in sorted(answers, key=lambda answer: answer.index):
+        if isinstance(answer.result, SpecrunError):
+            raise answer.result
+        yield answer.index, answer.result.token_ids
+
+
+def _near(
+    engine: Engine, prompt: Prompt, wanted: Sequence[int], got: Sequence[int], batch: int, options: dict[str, Any]
+) -> bool:
     """Whether the two tokens at which texts part are nearer to each other than rounding may turn.
 
     Under coupled sampling what counts is the logit over the temperature with the token's noise, as that is what the
     largest is taken of.
     """
-    bound, at = engine.calibration.bound, shared_prefix(wanted, got)
+    bound, at = engine.calibration.bound_of(batch), shared_prefix(wanted, got)
     if bound == 0.0 or at >= min(len(wanted), len(got)):
         return False
     pair = np.array(sorted((wanted[at], got[at])))

@@ -37,10 +37,11 @@ def error_code(error: SpecrunError | LineError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a whole line of an output tells: whose answer it is, and whether that is an error."""
+    """What a whole line of an output tells: whose answer it is, whether that is an error, and its code."""
 
     number: int
     failed: bool
+    code: str | None = None
 
 
 def read_written(data: bytes) -> Written | None:
@@ -53,7 +54,7 @@ def read_written(data: bytes) -> Written | None:
         failed = record["error"] is not None
         if prefix != _PREFIX or failed == (record["response"] is not None):
             return None
-        return Written(int(number), failed)
+        return Written(int(number), failed, str(record["error"]["code"]) if failed else None)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.strictjson import StrictJsonError, parse_object
+from specrun.runtime.best_of.limits import MOST_SAMPLES, TEMPERATURE
 from specrun.runtime.engine import Prompt
 from specrun.runtime.grammar import response_format_options
 from specrun.runtime.jobs.lines import MOST_BYTES, Line
@@ -52,6 +53,7 @@ PARAMETERS: Final = (
     "raw",
     "model",
     "n",
+    "best_of",
     "stream",
     "user",
     "metadata",
@@ -89,13 +91,18 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """A request as `Engine.generate` takes it. listed: whether the answer lists the tokens."""
+    """A request as `Engine.generate` takes it. listed: whether the answer lists the tokens.
+
+    samples: so many are written, as `Engine.best_of` does, and the `choices` best are the answer.
+    """
 
     number: int
     custom_id: LineId
     prompt: Prompt
     options: dict[str, Any]
     listed: bool
+    samples: int = 1
+    choices: int = 1
 
 
 def parse_line(line: Line, defaults: Defaults) -> LineRequest:
@@ -154,6 +161,7 @@ def _request(number: int, custom_id: LineId, record: dict[str, Any], defaults: D
     prompt = _prompt(given)
     _model(given, defaults)
     options = _options(given, defaults)
+    choices, samples = _samples(given, options)
     options["raw"] = _checked(given, "raw", bool, raw or options.get("raw", False))
     led = isinstance(prompt, list) and prompt[0]["role"] in ("system", "developer")
     if "system" not in given and (led or options["raw"]):  # the job's is for prompts that bring none and take one
@@ -162,7 +170,7 @@ def _request(number: int, custom_id: LineId, record: dict[str, Any], defaults: D
     sampling = request.options.sampling
     if not sampling.greedy and options.get("seed") is None:
         options["seed"] = (defaults.seed + number) % 2**64
-    return LineRequest(number, custom_id, prompt, options, options.get("logprobs") is not None)
+    return LineRequest(number, custom_id, prompt, options, options.get("logprobs") is not None, samples, choices)
 
 
 def _endpoint(record: dict[str, Any], body: dict[str, Any]) -> bool:
@@ -232,8 +240,6 @@ def _model(given: Mapping[str, Any], defaults: Defaults) -> None:
 
 def _options(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
     """The options as `RequestOptions`, checked but for what `request_options` checks."""
-    if given.get("n", 1) != 1 or isinstance(given.get("n"), bool):
-        raise LineError("invalid_request", f"n must be 1, not {_shown(given['n'])}: write a line for each sample.")
     if given.get("stream", False) is not False:
         raise LineError("invalid_request", "stream must be false: the answers of a job are written whole.")
     options = dict(defaults.options)
@@ -259,6 +265,25 @@ def _options(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
     if "prediction" in given:
         options["prediction"] = _prediction(given["prediction"])
     return options
+
+
+def _samples(given: Mapping[str, Any], options: dict[str, Any]) -> tuple[int, int]:
+    """(answers that are wanted, samples that are written); more than one need a temperature."""
+    for name in ("n", "best_of"):
+        count = given.get(name, 1)
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
+            raise LineError(
+                "invalid_request", f"{name} must be a whole number from 1 to {MOST_SAMPLES}, not {_shown(count)}."
+            )
+    choices: int = given.get("n", 1)
+    samples: int = given.get("best_of", choices)
+    if samples < choices:
+        raise LineError("invalid_request", f"best_of must be n or more, not {samples} for an n of {choices}.")
+    if samples > 1 and not options.get("temperature"):
+        if "temperature" in given:
+            raise LineError("invalid_request", f"All {samples} samples are the same at temperature 0: raise it.")
+        options["temperature"] = TEMPERATURE
+    return choices, samples
 
 
 def _prediction(prediction: object) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import io
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, Final, Protocol
+
+from specrun.models_cache.errors import JobError
+from specrun.runtime.jobs.read_ahead import ReadAhead
 
 MOST_BYTES: Final = 64 * 2**20
 """The longest line that is read; of a longer one only its size is kept."""
@@ -37,6 +41,17 @@ class Source(Protocol):
 
     def lines(self) -> Iterator[Line]:
         """All lines from the first one on."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether `lines` gives its next one, or ends, without waiting for what has not come yet."""
+        ...
+
+
+class _Lines(Protocol):
+    """What lines are read from."""
+
+    def readline(self, most: int, /) -> bytes: ...
 
 
 class JsonLines:
@@ -61,22 +76,35 @@ class JsonLines:
         self._stream.seek(0)
         return read_lines(self._stream, self._end)
 
+    def ready(self) -> bool:
+        """It is a file: always."""
+        return True
+
 
 class LineStream:
-    """A stream that is read once, as it comes: nobody knows beforehand what it holds."""
+    """A stream that is read once, as it comes: nobody knows beforehand what it holds, and when."""
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self.name = name
         self.digest = ""
         self.total: int | None = None
-        self._stream = stream
+        try:
+            stream.fileno()
+        except io.UnsupportedOperation:  # all of it is there
+            self._stream: BinaryIO | ReadAhead = stream
+        else:
+            self._stream = ReadAhead(stream, name, MOST_BYTES)
 
     def lines(self) -> Iterator[Line]:
         """The lines that are not blank, as they come."""
         return read_lines(self._stream)
 
+    def ready(self) -> bool:
+        """Whether the next line, or the end, has come."""
+        return not isinstance(self._stream, ReadAhead) or self._stream.ready()
 
-def read_lines(stream: BinaryIO, left: int | None = None) -> Iterator[Line]:
+
+def read_lines(stream: _Lines, left: int | None = None) -> Iterator[Line]:
     """The lines of a stream that are not blank; at most `left` bytes are read.
 
     LF and CR LF end a line, and the last line needs no end. A byte order mark at the beginning is dropped.
@@ -111,7 +139,15 @@ def _most(left: int | None, most: int) -> int:
 
 @contextmanager
 def kept(stream: BinaryIO) -> Iterator[BinaryIO]:
-    """What a stream that can be read only once holds, in a temporary file."""
-    with tempfile.TemporaryFile() as copy:
-        shutil.copyfileobj(stream, copy, 2**20)
+    """What a stream that can be read only once holds, in a temporary file. Raises JobError where it has no room."""
+    with ExitStack() as stack:
+        try:
+            copy = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(stream, copy, 2**20)
+            copy.flush()
+        except OSError as error:
+            raise JobError(
+                f"The input cannot be kept in the folder for temporary files ({error.strerror}): set TMPDIR to one "
+                "with room, or name a file as the input"
+            ) from error
         yield copy

@@ -15,6 +15,7 @@ from specrun.runtime.jobs.worker import Answer
 _REQUESTS = 4  # that a worker has, times its batch size: a batch is full until the last few are left
 _BATCH_SIZE = 8  # that is reckoned with where none is given
 _DEATHS = 3  # one after another, without an answer between them, that end a job
+_LOOK_S = 0.2  # between looks for lines that came
 _PASSED_ON = ("SPECRUN_HOME",)
 
 
@@ -66,7 +67,7 @@ class RayWorkers:
         """The ids of the workers' processes, each on its machine."""
         return [slot.process for slot in self._slots]
 
-    def answers(self, requests: Iterable[LineRequest]) -> Iterator[Answer]:
+    def answers(self, requests: Iterable[LineRequest | None]) -> Iterator[Answer]:
         """The answers in order of completion; closing the iterator ends the workers."""
         ray = _ray()
         left = iter(requests)
@@ -83,7 +84,10 @@ class RayWorkers:
                 busy = {slot.stream: slot for slot in self._slots if slot.stream is not None}
                 if not busy:
                     return
-                ready, _ = ray.wait(list(busy), num_returns=1)
+                idle = len(busy) < len(self._slots)  # then lines may come that one of them can take
+                ready, _ = ray.wait(list(busy), num_returns=1, timeout=_LOOK_S if idle else None)
+                if not ready:
+                    continue
                 slot = busy[ready[0]]
                 try:
                     answer: Answer = ray.get(next(slot.stream))
@@ -117,10 +121,13 @@ class RayWorkers:
         if self._owned:
             _ray().shutdown()
 
-    def _give(self, slot: _Slot, waiting: list[LineRequest], left: Iterator[LineRequest]) -> None:
+    def _give(self, slot: _Slot, waiting: list[LineRequest], left: Iterator[LineRequest | None]) -> None:
         """Give a worker its next requests; fewer when few are left, so that all workers end together."""
         most = _REQUESTS * (self._batch_size or _BATCH_SIZE)
-        waiting += itertools.islice(left, max(0, self.workers * most - len(waiting)))
+        for request in itertools.islice(left, max(0, self.workers * most - len(waiting))):
+            if request is None:
+                break
+            waiting.append(request)
         count = min(most, -(-len(waiting) // self.workers))
         if count:
             slot.requests = {request.number: request for request in waiting[:count]}

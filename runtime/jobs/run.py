@@ -21,8 +21,9 @@ from specrun.runtime.jobs.disk import JobPaths, disk_errors, hold_output
 from specrun.runtime.jobs.job_file import JobFile, load_job_file, new_job_file, save_job_file
 from specrun.runtime.jobs.journal import Journal
 from specrun.runtime.jobs.line_request import Defaults, LineError, LineId, LineRequest, parse_line
-from specrun.runtime.jobs.lines import Source
+from specrun.runtime.jobs.lines import Line, Source
 from specrun.runtime.jobs.output import CompletionOutput, InputOutput, Order, Output, StreamOutput
+from specrun.runtime.jobs.retry import drop_failed
 from specrun.runtime.jobs.tables import TableOutput, WrittenTable, is_table, require_pyarrow
 from specrun.runtime.jobs.worker import Answer, Worker
 
@@ -51,13 +52,15 @@ class JobSettings:
 
 @dataclass(slots=True)
 class JobCounts:
-    """How far a job is. `total` is None while nobody knows; `before`: lines that an earlier run did.
+    """How far a job is. `total` is None while nobody knows; `before`: lines that an earlier run did; `retried`:
+    lines that failed there and are computed again.
 
     tokens, evaluated, accepted, rounds and seconds are those of this run.
     """
 
     total: int | None
     before: int = 0
+    retried: int = 0
     done: int = 0
     failed: int = 0
     tokens: int = 0
@@ -90,6 +93,7 @@ class JobCounts:
             "right": self.done - self.failed,
             "failed": self.failed,
             "done_before": self.before,
+            "retried": self.retried,
             "completion_tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
@@ -108,7 +112,7 @@ class Job:
         self._output = output
         self._defaults = defaults
         self._ids: dict[int, LineId] = {}  # of the lines that are being computed
-        self.counts = JobCounts(source.total, output.done, output.done, output.failed)
+        self.counts = JobCounts(source.total, before=output.done, done=output.done, failed=output.failed)
 
     @property
     def complete(self) -> bool:
@@ -132,11 +136,20 @@ class Job:
         """Close a job that is complete."""
         if self._ids:
             raise JobError(f"{len(self._ids)} lines got no answer: run the same command again")
+        if self.counts.total is not None and self.counts.done < self.counts.total:
+            raise JobError(
+                f"the input has changed: it had {self.counts.total} lines when the job began, and {self.counts.done} "
+                "have an answer; put it back as it was and give the same command again"
+            )
         self.counts.total = self.counts.done
         self._output.finish()
 
-    def _requests(self) -> Iterator[LineRequest]:
-        for line in self._source.lines():
+    def _requests(self) -> Iterator[LineRequest | None]:
+        """The requests; None while none has come and others are being computed."""
+        for line in self._lines():
+            if line is None:
+                yield None
+                continue
             if not self._output.expect(line.number):
                 continue
             try:
@@ -146,6 +159,16 @@ class Job:
                 continue
             self._ids[line.number] = request.custom_id
             yield request
+
+    def _lines(self) -> Iterator[Line | None]:
+        lines = self._source.lines()
+        while True:
+            while self._ids and not self._source.ready():
+                yield None
+            line = next(lines, None)
+            if line is None:
+                return
+            yield line
 
     def _write(self, answer: Answer) -> None:
         custom_id = self._ids.pop(answer.number)
@@ -173,10 +196,13 @@ def stream_job(source: Source, stream: BinaryIO, settings: JobSettings) -> Itera
 
 
 @contextmanager
-def open_job(source: Source, path: Path, settings: JobSettings, *, resume: bool = True) -> Iterator[Job]:
+def open_job(
+    source: Source, path: Path, settings: JobSettings, *, resume: bool = True, retry_failed: bool = False
+) -> Iterator[Job]:
     """The job of an input and an output file: a new one, or the one that was stopped.
 
-    resume: go on where an earlier run stopped; otherwise what it wrote is replaced. Raises JobError where the output is
+    resume: go on where an earlier run stopped; otherwise what it wrote is replaced. retry_failed: lines that failed
+    there are computed again, unless they are no requests or too long. Raises JobError where the output is
     another job's or no job's, is being written by another process, or cannot be written.
     """
     paths = JobPaths(path)
@@ -185,9 +211,13 @@ def open_job(source: Source, path: Path, settings: JobSettings, *, resume: bool 
     with ExitStack() as stack:
         stack.enter_context(hold_output(paths))
         job_file = _claim(source, paths, settings, resume=resume)
+        defaults = _defaults(settings, job_file.seed)
+        retried = drop_failed(source, paths, settings.order, defaults) if retry_failed else 0
         output = _output(source, paths, settings.order)
         stack.callback(output.close)
-        yield Job(source, output, _defaults(settings, job_file.seed))
+        job = Job(source, output, defaults)
+        job.counts.retried = retried
+        yield job
 
 
 def _output(source: Source, paths: JobPaths, order: Order) -> Output:

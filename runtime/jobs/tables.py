@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,8 @@ _COLUMNS: Final = {
 _TEXTS: Final = ("prompt", "id", "custom_id", "system", "model", "speculation_method", "sampling", "user")
 _LISTS: Final = ("messages", "stop", "lookahead")
 _WHOLE: Final = (
+    "id",
+    "custom_id",
     "max_tokens",
     "max_completion_tokens",
     "min_tokens",
@@ -81,8 +84,15 @@ class Table:
                 data = json.dumps({name: value for name, value in row if value is not None}, default=str).encode()
                 yield Line(number, data, len(data))
 
+    def ready(self) -> bool:
+        """It is a file: always."""
+        return True
+
     def _check_columns(self) -> None:
-        for name in _columns(self._path):
+        names = _columns(self._path)
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                raise UsageError(f"{self.name} has the column {name!r} twice: leave one out.")
             if name not in SHORT_FORM:
                 near = difflib.get_close_matches(name, SHORT_FORM, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known ones are {', '.join(SHORT_FORM)}."
@@ -103,6 +113,21 @@ def count_written(path: Path) -> tuple[int, int]:
             rows += len(codes)
             failed += sum(code not in (None, "") for code in codes)
     return rows, failed
+
+
+def written_lines(path: Path) -> Iterator[bytes]:
+    """The lines that a table was made of. Raises UsageError if it cannot be read."""
+    with _readable(path):
+        for batch in _batches(path):
+            for row in batch.to_pylist():
+                error = None
+                if row["error_code"]:
+                    error = {"code": row["error_code"], "message": row["error_message"]}
+                response = None
+                if error is None:
+                    response = {"status_code": 200, "request_id": row["id"], "body": json.loads(row["body"])}
+                record = {"id": row["id"], "custom_id": row["custom_id"], "response": response, "error": error}
+                yield json.dumps(record).encode() + b"\n"
 
 
 class TableOutput:
@@ -201,6 +226,13 @@ def _output_row(record: dict[str, Any]) -> dict[str, Any]:
 
 def _cell(name: str, value: Any) -> Any:
     """The value of a cell as a line would hold it; what cannot be is left for the line to be told of."""
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:
+            return [*value]
+    if isinstance(value, Decimal):
+        value = float(value)
     if isinstance(value, str) and name not in _TEXTS:
         if name in _LISTS and not value.lstrip().startswith("["):
             return value

@@ -7,11 +7,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specrun.models_cache.errors import SpecrunError
+from specrun.models_cache.errors import BackendError, SpecrunError
 from specrun.runtime.jobs.answer_line import error_code
 from specrun.runtime.jobs.line_request import LineRequest
 
 if TYPE_CHECKING:
+    from specrun.runtime.best_of import BestOfResult
     from specrun.runtime.engine import Engine
 
 
@@ -25,9 +26,12 @@ class Answer:
 
 
 class Worker(Protocol):
-    """Computes requests. `answers` reads them as it needs them and gives answers as they are ready."""
+    """Computes requests. `answers` reads them as it needs them and gives answers as they are ready.
 
-    def answers(self, requests: Iterable[LineRequest]) -> Iterator[Answer]: ...
+    None among them: nothing has come yet, go on with what there is. It comes only while answers are waited for.
+    """
+
+    def answers(self, requests: Iterable[LineRequest | None]) -> Iterator[Answer]: ...
 
 
 class EngineWorker:
@@ -39,14 +43,37 @@ class EngineWorker:
         self._engine = engine
         self._batch = BatchEngine(engine, batch_size=batch_size)
 
-    def answers(self, requests: Iterable[LineRequest]) -> Iterator[Answer]:
-        """The answers in order of completion; closing the iterator stops the work."""
+    def answers(self, requests: Iterable[LineRequest | None]) -> Iterator[Answer]:
+        """The answers in order of completion; closing the iterator stops the work.
+
+        A line that wants several samples has the engine for itself, after those that were begun before it.
+        """
+        left = iter(requests)
+        sampled: list[LineRequest] = []
+
+        def others() -> Iterator[LineRequest | None]:
+            for request in left:
+                if request is not None and request.samples > 1:
+                    sampled.append(request)
+                    return
+                yield request
+
+        while True:
+            yield from self._together(others())
+            if not sampled:
+                return
+            yield self._best_of(sampled.pop())
+
+    def _together(self, requests: Iterator[LineRequest | None]) -> Iterator[Answer]:
         from specrun.runtime.batch import BatchRequest
 
         listed: dict[int, bool] = {}
 
-        def batch() -> Iterator[BatchRequest]:
+        def batch() -> Iterator[BatchRequest | None]:
             for request in requests:
+                if request is None:
+                    yield None
+                    continue
                 listed[request.number] = request.listed
                 yield BatchRequest(request.number, request.prompt, request.options)
 
@@ -60,3 +87,28 @@ class EngineWorker:
                 if wanted:
                     texts = [self._engine.tokenizer.token_text(token.id) for token in result.tokens]
                 yield Answer(answer.index, result.to_json(texts))
+
+    def _best_of(self, request: LineRequest) -> Answer:
+        try:
+            result = self._engine.best_of(request.prompt, n=request.samples, **request.options)
+        except BackendError:
+            raise
+        except SpecrunError as error:
+            return Answer(request.number, None, (error_code(error), str(error)))
+        return Answer(request.number, result.to_json() | {"choices": choices(result, request)})
+
+
+def choices(result: BestOfResult, request: LineRequest) -> list[dict[str, Any]]:
+    """The answers that a line wants, as the OpenAI format lists them: the samples in order, or the best of more."""
+    kept = result.candidates if request.samples == request.choices else result.ranked()[: request.choices]
+    found = []
+    for place, candidate in enumerate(kept):
+        choice: dict[str, Any] = {"index": place, "finish_reason": candidate.finish_reason}
+        if isinstance(request.prompt, str):
+            choice["text"] = candidate.text
+        else:
+            choice["message"] = {"role": "assistant", "content": candidate.text}
+        if request.listed:
+            choice["token_ids"], choice["token_logprobs"] = list(candidate.token_ids), list(candidate.logprobs)
+        found.append(choice)
+    return found

@@ -26,27 +26,39 @@ class Lift:
     """By how much asking a head raises the expected tokens a second, by how sure n-grams are of their next token.
 
     first: as `values` of an earlier one, to begin with; what is far from 1 there was chance more often than not.
+    memory: weight of what was seen before, at each round.
     """
 
-    def __init__(self, first: Sequence[float] = ()) -> None:
+    def __init__(self, first: Sequence[float] = (), *, memory: float = _MEMORY) -> None:
+        self._memory = memory
         known = first if len(first) == len(_FIRST_LIFTS) else _FIRST_LIFTS
         self._lifts = [min(max(lift, _LEAST_FIRST), _MOST_FIRST) for lift in known]
+
+    @classmethod
+    def expected(cls, lift: float, *, memory: float) -> Lift:
+        """One that begins with a lift that costs and chances promise, however sure n-grams are."""
+        found = cls(memory=memory)
+        found._lifts = [min(lift, _MOST_FIRST)] * len(_FIRST_LIFTS)
+        return found
 
     @property
     def values(self) -> tuple[float, ...]:
         """The lifts as they stand."""
         return tuple(self._lifts)
 
-    def worth_asking(self, chance: float) -> bool:
-        """Whether the head's opinion is worth its time; what is not asked for long is asked again."""
+    def worth_asking(self, chance: float, least: float = 1.0) -> bool:
+        """Whether the head's opinion is worth its time; what is not asked for long is asked again.
+
+        least: the lift that it takes.
+        """
         place = _place(chance)
         self._lifts[place] += _DOUBT
-        return self._lifts[place] > 1.0
+        return self._lifts[place] > least
 
     def note(self, chance: float, lift: float) -> None:
         """The head was asked: rate with it / rate without."""
         place = _place(chance)
-        self._lifts[place] = _MEMORY * self._lifts[place] + (1.0 - _MEMORY) * lift
+        self._lifts[place] = self._memory * self._lifts[place] + (1.0 - self._memory) * lift
 
 
 def _place(chance: float) -> int:

@@ -19,8 +19,50 @@ ACCEPTANCE: tuple[tuple[float, ...], ...] = ((0.6,),) * 4
 """[place][0]: the chance that a draft token stands before anything was seen; the last one for all later places."""
 
 
+class DraftReader:
+    """Makes draft tokens of a draft model's logits, under the sampling of one request."""
+
+    def __init__(
+        self,
+        chooser: Chooser,
+        vocabulary: NDArray[np.int32] | None = None,
+        tokens: int = 0,
+        *,
+        temperature: float = 1.0,
+    ) -> None:
+        """vocabulary: the target's token of each of the draft's logits, if it has fewer than the target's `tokens`.
+
+        temperature: at which the draft's sureness of a token is taken.
+        """
+        self._chooser = chooser
+        self._temperature = temperature
+        self._vocabulary = vocabulary
+        self._full = np.full(tokens, -np.inf, np.float32) if vocabulary is not None else None
+
+    def next(
+        self, logits: NDArray[np.float32], drafts: Sequence[int], committed: int
+    ) -> tuple[int, Distribution | None, float]:
+        """(draft token after `drafts`, q if it was drawn, the draft's log-probability of it) by logits f32 [V]."""
+        token, q = self._chooser.draft(self._row(logits), drafts, committed)
+        return token, q, self._sure(logits, token)
+
+    def _sure(self, logits: NDArray[np.float32], token: int) -> float:
+        if self._vocabulary is not None:
+            token = int(self._vocabulary.searchsorted(token))
+        row = logits - logits.max()
+        row /= self._temperature
+        return float(row[token] - np.log(np.exp(row).sum()))
+
+    def _row(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The draft's logits as a row of the target's vocabulary: what it does not know has no chance."""
+        if self._full is None:
+            return logits
+        self._full[self._vocabulary] = logits
+        return self._full
+
+
 class DraftProposer:
-    """Runs `session`, the draft, over what it has not seen yet. `chooser` applies the request's sampling.
+    """Runs `session`, the draft, over what it has not seen yet.
 
     known: the tokens that the draft's cache holds from the request before.
     """
@@ -31,28 +73,17 @@ class DraftProposer:
     def __init__(
         self,
         session: ModelSession,
-        chooser: Chooser,
+        reader: DraftReader,
         planner: DraftLengthPlanner,
         estimate: HeadEstimate,
         known: Sequence[int],
-        vocabulary: NDArray[np.int32] | None = None,
-        tokens: int = 0,
-        *,
-        temperature: float = 1.0,
     ) -> None:
-        """vocabulary: the target's token of each of the draft's logits, if it has fewer than the target's `tokens`.
-
-        temperature: at which the draft's sureness of a token is taken.
-        """
         self._session = session
-        self._chooser = chooser
+        self._reader = reader
         self._planner = planner
         self._estimate = estimate
         self._known = known
-        self._temperature = temperature
         self._sureness: list[float] = []  # of the draft tokens of the last round
-        self._vocabulary = vocabulary
-        self._full = np.full(tokens, -np.inf, np.float32) if vocabulary is not None else None
 
     def start(self, prompt_tokens: Sequence[int]) -> None:
         """Keep what the draft's cache shares with this prompt."""
@@ -97,11 +128,11 @@ class DraftProposer:
         distributions: list[Distribution] = []
         logits = session.prefill(context[session.length :])
         while True:
-            token, q = self._chooser.draft(self._row(logits[0]), tokens, len(context))
+            token, q, sureness = self._reader.next(logits[0], tokens, len(context))
             tokens.append(token)
             if q is not None:
                 distributions.append(q)
-            self._sureness.append(self._sure(logits[0], token))
+            self._sureness.append(sureness)
             reached *= self._estimate.chance(len(tokens) - 1, self._sureness[-1])
             expected += reached
             if len(tokens) >= most or not self._goes_on(len(tokens), expected, reached):
@@ -124,21 +155,6 @@ class DraftProposer:
         """Whether to draft another token; decided before it is drawn, so that q stays what it is."""
         fixed = self._planner.fixed is not None
         return fixed or self._planner.pays(count, expected, reached * self._estimate.best_child(count))
-
-    def _sure(self, logits: NDArray[np.float32], token: int) -> float:
-        """The draft's log-probability of the token that it drew."""
-        if self._vocabulary is not None:
-            token = int(self._vocabulary.searchsorted(token))
-        row = logits - logits.max()
-        row /= self._temperature
-        return float(row[token] - np.log(np.exp(row).sum()))
-
-    def _row(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The draft's logits as a row of the target's vocabulary: what it does not know has no chance."""
-        if self._full is None:
-            return logits
-        self._full[self._vocabulary] = logits
-        return self._full
 
     def observe(self, *, evaluated: int, accepted: int, path: tuple[int, ...]) -> None:
         """Learn how the last proposal fared."""

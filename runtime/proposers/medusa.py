@@ -68,7 +68,7 @@ class MedusaProposer(HeadProposer):
             return Planned(EMPTY, 1.0, self._planner.costs[0])
         heads = self._session.heads
         choice = self._sampling.choice(*range(len(context), len(context) + heads))
-        candidates = self._session.run(self._feature, context[-1], choice)
+        candidates = self._session.run(self._feature[None], context[-1:], choice)
         sureness = self._sampling.sureness(candidates, choice)
         if self._sampling.drawn or self._planner.fixed is not None:
             planned = self._fill(candidates, sureness, self._best_shape(depth))

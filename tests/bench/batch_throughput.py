@@ -90,7 +90,7 @@ def run_job(
         seconds,
         stats.prefill_s,
         stats.decode_s,
-        stats.rest_s,
+        stats.draft_s + stats.rest_s,
         stats.completion_tokens,
         stats.completion_tokens - len(prompts),
         stats.rounds,

@@ -13,7 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specrun.cli.main import main
+from specrun.models_cache.errors import SpecrunError
 from specrun.runtime import Engine
+from specrun.runtime.chooser import Chooser
 
 from ..conftest import INTERRUPTIBLE
 
@@ -37,7 +39,7 @@ BAD = [
     b'{"prompt": "a", "max_tokens": 1e400}',
     b'{"prompt": "a", "max_tokens": true}',
     b'{"prompt": "a", "seed": -1}',
-    b'{"prompt": "a", "n": 3}',
+    b'{"prompt": "a", "n": "3"}',
     b'{"prompt": "a\xff\xfe"}',
     b'{"prompt": "\\udc00"}',
     b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
@@ -49,6 +51,10 @@ BAD = [
 def batch(*arguments: str | Path, stdin: bytes | None = None) -> Result:
     command = ["batch", *map(str, arguments), "--model", "tiny", "--max-tokens", "8"]
     return CliRunner().invoke(main, command, input=stdin)
+
+
+def out_of_order(*arguments: Any) -> int:
+    raise SpecrunError("This machine is out of order.")
 
 
 def records(data: bytes) -> list[dict[str, Any]]:
@@ -235,6 +241,21 @@ class TestResuming:
         assert again.exit_code == 1
         assert again.stderr.startswith("2 lines: 1 right, 1 failed, all of them done before")
 
+    def test_failed_lines_are_tried_again(self, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What failed by no fault of its own; what can only fail keeps its error, and exit code 1 says so."""
+        source = write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": 1}, {"prompt": "c"})
+        with monkeypatch.context() as patch:
+            patch.setattr(Chooser, "first", out_of_order)
+            assert batch(source, target).exit_code == 1
+        assert [record["error"] is not None for record in records(target.read_bytes())] == [True] * 4
+        again = batch(source, target, "--retry-failed")
+        assert again.exit_code == 1
+        assert again.stderr.startswith("3 lines that failed are tried again\n1 of 4 lines are done already: going on\n")
+        found = records(target.read_bytes())
+        assert [record["id"] for record in found] == [f"line-{number}" for number in range(1, 5)]
+        assert [record["error"] is not None for record in found] == [False, False, True, False]
+        assert "tried again" not in batch(source, target, "--retry-failed").stderr
+
     def test_another_job_is_refused(self, source: Path, target: Path) -> None:
         assert batch(source, target).exit_code == 0
         before = target.read_bytes()
@@ -277,7 +298,10 @@ class TestUsage:
             (["in.jsonl", "-", "--json"], "name an output file"),
             (["in.jsonl", "out.jsonl", "--temperature", "-1"], "temperature must be"),
             (["in.jsonl", "out.jsonl", "--batch-size", "0"], "batch-size"),
+            (["in.jsonl", "out.jsonl", "--batch-size", "257"], "batch-size"),
             (["in.jsonl", "out.jsonl", "--workers", "2"], "add --engine ray"),
+            (["in.jsonl", "out.jsonl", "--retry-failed", "--no-resume"], "give one of them"),
+            (["in.jsonl", "-", "--retry-failed"], "name a file"),
         ],
     )
     @pytest.mark.usefixtures("tiny")
@@ -286,7 +310,7 @@ class TestUsage:
         result = batch(*arguments)
         assert result.exit_code == 2
         assert says in result.stderr
-        assert sorted(os.listdir()) == sorted(name for name in os.listdir() if not name.startswith("out"))
+        assert not [name for name in os.listdir() if name.startswith("out")]
 
     def test_an_unknown_model(self, source: Path, target: Path) -> None:
         result = batch(source, target)

@@ -25,11 +25,14 @@ def test_the_table() -> None:
     result = verify()
     assert result.exit_code == 0, result.stderr
     header, *rows = [line.split() for line in result.stdout.splitlines()]
-    assert header == ["method", "K", "sampling", "prompts", "tokens", "equal"]
-    cases = itertools.product(("greedy", "coupled"), ("ngram", "lookahead"), ("1", "4", "adaptive"))
-    assert [row[:3] for row in rows] == [[method, k, sampling] for sampling, method, k in cases]
-    assert all(row[3:] == ["4", "80", "yes"] for row in rows)
-    assert "all 12 cases equal plain decoding (bitwise)" in result.stderr
+    assert header == ["method", "K", "batch", "sampling", "prompts", "tokens", "equal"]
+    cases = []
+    for sampling in ("greedy", "coupled"):
+        cases += [[*case, "1", sampling] for case in itertools.product(("ngram", "lookahead"), ("1", "4", "adaptive"))]
+        cases += [["none", "-", "3", sampling], *(["ngram", k, "3", sampling] for k in ("1", "4", "adaptive"))]
+    assert [row[:4] for row in rows] == cases
+    assert all(row[4:] == ["4", "80", "yes"] for row in rows)
+    assert "all 20 cases equal plain decoding (bitwise)" in result.stderr
 
 
 def test_json_and_a_file_of_prompts(tmp_path: Path) -> None:

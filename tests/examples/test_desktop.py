@@ -122,9 +122,8 @@ def test_a_model_that_is_not_there(display: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_packed_by_pyinstaller(display: str, tiny: str, tmp_path: Path) -> None:
-    """Built from the spec file in one or two minutes; the program answers without this Python's packages."""
+    """Built from the spec file in half a minute; the program answers without this Python's packages."""
     pytest.importorskip("PyInstaller")
     build = [sys.executable, "-m", "PyInstaller", "--noconfirm", "--log-level", "WARN"]
     folders = ["--distpath", str(tmp_path / "dist"), "--workpath", str(tmp_path / "work")]
@@ -145,4 +144,4 @@ def test_packed_by_pyinstaller(display: str, tiny: str, tmp_path: Path) -> None:
     expected = ask(display, [sys.executable, str(DESKTOP / "desktop.py")], tiny, "--ask", "Hello")
     assert answered.stdout == expected.stdout
     size = sum(path.stat().st_size for path in (tmp_path / "dist").rglob("*") if path.is_file())
-    assert size < 250e6
+    assert size < 220e6

@@ -19,13 +19,16 @@ GRAPHS = {"target": True, "target_batch1": False}  # name -> takes query_lengths
 
 
 def write_graphs(weights: Weights, folder: Path, precision: str = "fp32", block: int | None = None) -> Path:
-    """Write both variants into `folder`, which is made, and return it."""
+    """Write all variants into `folder`, which is made, and return it; behind a prefix only without a window."""
     folder.mkdir(parents=True)
     with WeightFile(folder / "target.onnx.data") as file:
         stored = store_weights(weights, file, precision, block)
         for name, ragged in GRAPHS.items():
             taps = feature_taps(weights.config.layers)
             ir.save(build_target(weights.config, stored, file, ragged=ragged, taps=taps), folder / f"{name}.onnx")
+        if all(layer.sliding_window is None for layer in weights.config.layer_configs):
+            model = build_target(weights.config, stored, file, ragged=True, taps=taps, shared=True)
+            ir.save(model, folder / "target_shared.onnx")
     return folder
 
 

@@ -140,7 +140,8 @@ def test_a_safetensors_folder(kind: str, source: Callable[..., Path]) -> None:
     assert weights | {"config.json", "tokenizer.json"} <= set(manifest.source.files)
     assert all(digest(folder / name) == found for name, found in manifest.source.files.items())
     expected = reference_logits(open_weights(folder), TEXT)
-    for graph in manifest.graphs:
+    assert set(manifest.graphs) == {"target", "target_batch1", "target_shared"}
+    for graph in ("target", "target_batch1"):
         np.testing.assert_allclose(bundle_logits(bundle, folder, graph), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -182,10 +183,20 @@ def test_the_manifest(source: Callable[..., Path]) -> None:
         ("features", "float32", ("batch", "positions", 3 * 64)),
         *((f"present_{part}.{layer}", *cache) for layer in (0, 1) for part in ("key", "value")),
     ]
+    shared = manifest.graphs["target_shared"]
+    assert (shared.file, shared.data) == ("target_shared.onnx", target.data)
+    assert (shared.requires, shared.max_batch, shared.outputs) == (("query_seqlens",), None, target.outputs)
+    prefix = ("float32", (1, 1, "prefix", 32))
+    del inputs["attention_bias"]
+    assert {spec.name: (spec.dtype, spec.shape) for spec in shared.inputs} == inputs | {
+        "prefix_queries": ("int64", (4,)),
+        "bias_pads": ("int64", (8,)),
+        **{f"prefix_{part}.{layer}": prefix for layer in (0, 1) for part in ("key", "value")},
+    }
     files = {path.name for path in bundle.path.iterdir()} - {"manifest.json"}
     assert files == set(manifest.files)
     assert files == {
-        *("target.onnx", "target_batch1.onnx", "target.onnx.data"),
+        *("target.onnx", "target_batch1.onnx", "target_shared.onnx", "target.onnx.data"),
         *("tokenizer.json", "chat_template.jinja", "generation.json"),
     }
     assert json.loads((bundle.path / "generation.json").read_text()) == {"eos_token_id": [2], "bos_token_id": 1}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specrun.runtime import BatchEngine, BatchRequest, Engine, Result
-from specrun.runtime.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.session import ModelSession
 
 from .checks import check_counters, close_logprobs, same_output, text_of

@@ -11,10 +11,10 @@ import pytest
 
 from specrun.models_cache.errors import BackendError, ContextLengthError, SpecrunError, UsageError
 from specrun.runtime import BatchEngine, BatchRequest, Engine, Result
-from specrun.runtime.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_costs import BatchCosts
+from specrun.runtime.batching.scheduler import Scheduler
 from specrun.runtime.chooser import Chooser
 from specrun.runtime.kv_cache import KVCache
-from specrun.runtime.scheduler import Scheduler
 from specrun.runtime.session import ModelSession
 
 from .checks import same_output, text_of
@@ -73,19 +73,18 @@ def test_errors_of_single_requests(models: TinyModels, size: int) -> None:
 
 
 def test_a_method_that_a_batch_does_not_have(models: TinyModels) -> None:
-    """It is refused in a batch, with what to do, and runs with a batch size of 1; by default n-grams take its place."""
+    """It is refused in a batch, with what to do, and runs with a batch size of 1; by default the draft is used."""
     engine = models.engine("tgt", "mix")
-    asked = BatchRequest(0, PROMPT, {"method": "draft", "draft_length": 3, "max_tokens": 12, **RAW})
+    asked = BatchRequest(0, PROMPT, {"method": "lookahead", "max_tokens": 12, **RAW})
     (answer,) = BatchEngine(engine, batch_size=2).run([asked])
     assert isinstance(answer.result, UsageError)
     assert "batch size of 1" in str(answer.result)
     (answer,) = BatchEngine(engine, batch_size=1).run([asked])
     assert isinstance(answer.result, Result)
-    assert answer.result.method == "draft"
-    assert answer.result.speculation.accepted
+    assert answer.result.method == "lookahead"
     (default,) = BatchEngine(engine, batch_size=2).run(requests(1))
     assert isinstance(default.result, Result)
-    assert default.result.method == "ngram"
+    assert default.result.method == "draft+ngram"
 
 
 def test_an_error_while_a_row_runs(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from specrun.runtime.batch_costs import BatchCosts
-from specrun.runtime.batch_size import SIZES, choose_batch_size, memory_for_rows
+from specrun.runtime.batching.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_size import SIZES, choose_batch_size, memory_for_rows
+from specrun.runtime.batching.joint_width import joint_width
 from specrun.runtime.calibration import Calibration
-from specrun.runtime.joint_width import joint_width
 
 MEASURED = Calibration(1, {1: 5.0, 2: 6.0, 3: 6.5, 5: 8.0, 9: 10.0, 17: 15.0})
 

@@ -11,7 +11,7 @@ import pytest
 
 from specrun.runtime import Engine, Stream
 from specrun.runtime.session import ModelSession
-from specrun.runtime.speculator import _HeadSession
+from specrun.runtime.speculator import HeadSession
 
 from .checks import check_counters, same_output, text_of
 from .conftest import TinyModels
@@ -31,7 +31,7 @@ def at_run(number: int, act: Any) -> Iterator[list[str]]:
     """Call `act` inside run `number` of target, draft and heads, counted together; the runs that came are listed."""
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for kind, name in ((ModelSession, "run_batch"), (_HeadSession, "_run")):
+        for kind, name in ((ModelSession, "run_batch"), (HeadSession, "_run")):
             inner = getattr(kind, name)
 
             def watched(self: Any, *args: Any, _inner: Any = inner, _kind: type = kind, **more: Any) -> Any:

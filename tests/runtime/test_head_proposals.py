@@ -165,10 +165,10 @@ def test_coupled_candidates_are_what_the_target_would_draw(models: TinyModels) -
     drawn = set()
     for position in range(60):
         choice = sampling.choice(position, position + 1)
-        candidates = session.run(toy_feature(TOY_IDS[1]), 0, choice)
+        candidates = session.run(toy_feature(TOY_IDS[1])[None], [0], choice)
         sureness = sampling.sureness(candidates, choice)
         for head in range(2):
-            logits = session.run(toy_feature(TOY_IDS[1]), 0, type(choice)(logits=True)).logits
+            logits = session.run(toy_feature(TOY_IDS[1])[None], [0], type(choice)(logits=True)).logits
             assert logits is not None
             q = sampling.distribution(logits[head])
             wanted = coupled_token(q, seed=5, sample_index=0, position=position + head)
@@ -189,7 +189,7 @@ def test_drawn_candidates_are_draws_without_replacement(models: TinyModels) -> N
     counts: dict[tuple[int, ...], int] = {}
     total = 6000
     for _ in range(total):
-        candidates = session.run(toy_feature(TOY_IDS[2]), 0, sampling.choice(0, 0))
+        candidates = session.run(toy_feature(TOY_IDS[2])[None], [0], sampling.choice(0, 0))
         pair = tuple(candidates.tokens[1][:2])
         counts[pair] = counts.get(pair, 0) + 1
     assert candidates.logits is not None
@@ -212,7 +212,7 @@ def test_padding_ids_are_never_drawn(models: TinyModels) -> None:
     sampling = head_sampling(SamplingOptions(temperature=1.0, seed=1, mode="rejection"), ids, int(ids[4]))
     session = toy_session(models)
     for _ in range(50):
-        candidates = session.run(toy_feature(TOY_IDS[2]), 0, sampling.choice(0, 0))
+        candidates = session.run(toy_feature(TOY_IDS[2])[None], [0], sampling.choice(0, 0))
         assert {*candidates.tokens[0][:4]} == {*ids[:4].tolist()}
     assert candidates.logits is not None
     assert sampling.distribution(candidates.logits[0]).ids.tolist() == ids[:4].tolist()

@@ -187,7 +187,7 @@ def test_a_bundle_without_features(models: TinyModels, monkeypatch: pytest.Monke
 def test_verify_covers_heads(models: TinyModels) -> None:
     found = list(verify(models.engine("heads-int8"), PROMPTS[:2], draft_lengths=(3,), max_tokens=16))
     assert all(case.equal for case in found)
-    assert {(case.method, case.draft_length) for case in found} == {
+    assert {(case.method, case.draft_length) for case in found if case.batch == 1} == {
         (method, draft_length) for method in METHODS_OF_ALL[2:] for draft_length in (3, None)
     }
 
@@ -225,7 +225,7 @@ def test_streams_that_end_early(models: TinyModels, monkeypatch: pytest.MonkeyPa
         same_output(engine.generate(PROMPT, method=method, **options), plain)
     if method.startswith("draft"):
         return
-    session = engine.drafting.heads._head(method.partition("+")[0]).session
+    session = engine.drafting.heads.loaded(method.partition("+")[0]).session
     run, calls = session._run, iter(range(1000))
 
     def failing(frame: Any, choice: Any) -> Any:
@@ -281,10 +281,10 @@ def test_a_tree_that_outgrows_the_buffers_keeps_its_nodes(models: TinyModels) ->
     found = []
     for room in (0, 2 * CAPACITY_STEP):
         with Engine.load("heads", threads=1) as fresh:
-            session = fresh.drafting.heads._head("eagle").session
+            session = fresh.drafting.heads.loaded("eagle").session
             assert isinstance(session, EagleSession)
             session.reserve(room)
-            session.append(features[:, fresh.drafting.heads._head("eagle").columns], tokens)
+            session.append(features[:, fresh.drafting.heads.loaded("eagle").columns], tokens)
             first, places = session.grow([7, 8], [-1, -1], 1)
             second, _ = session.grow([9, 10], places, 2)
             found.append((first.log_probs, second.tokens, second.log_probs))

@@ -275,7 +275,7 @@ def test_the_joint_of_three_tokens_under_the_rejection_rule(
 
 def test_verify_covers_it(models: TinyModels) -> None:
     found = list(verify(models.engine("tgt-int8"), PROMPTS[:2], draft_lengths=(3,), max_tokens=16))
-    assert {case.method for case in found} == {"ngram", "lookahead"}
+    assert {case.method for case in found if case.batch == 1} == {"ngram", "lookahead"}
     found += verify(
         models.engine("tgt-int8"), PROMPTS[:2], methods=["lookahead"], draft_lengths=(2,), lookahead=(5, 4, 5)
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from specrun.runtime.batching.row_pool import RowPool
 from specrun.runtime.kv_cache import KVCache
-from specrun.runtime.row_pool import RowPool
 
 from .conftest import TinyModels
 from .tiny_bundles import PROMPT

@@ -11,6 +11,7 @@ import pytest
 
 from specrun.models_cache.errors import UsageError
 from specrun.runtime import Engine
+from specrun.runtime.batching.row_pool import RowPool
 from specrun.runtime.kv_cache import KVCache
 from specrun.runtime.loop import speculate
 from specrun.runtime.session import ModelSession
@@ -34,17 +35,52 @@ def cases(engine: Engine, **options: Any) -> list[VerifyCase]:
 def test_verify_proves_a_sound_engine(engine: Engine) -> None:
     found = cases(engine)
     assert all(case.equal and case.difference is None for case in found)
-    assert {(case.method, case.draft_length, case.sampling) for case in found} == {
-        (method, draft_length, sampling)
+    wanted = {
+        (method, draft_length, batch, sampling)
         for method in ("draft", "ngram", "lookahead", "draft+ngram")
         for draft_length in (*DRAFT_LENGTHS, None)
+        for batch in (1, 3)
         for sampling in ("greedy", "coupled")
+        if batch == 1 or method != "lookahead"
     }
+    wanted |= {("none", None, 3, sampling) for sampling in ("greedy", "coupled")}
+    assert {(case.method, case.draft_length, case.batch, case.sampling) for case in found} == wanted
+    assert len(found) == len(wanted)
     assert all(case.prompts == 3 and case.tokens > 24 for case in found)
 
 
 def test_verify_without_a_draft(models: TinyModels) -> None:
-    assert {case.method for case in cases(models.engine("tgt"), draft_lengths=(3,))} == {"ngram", "lookahead"}
+    found = cases(models.engine("tgt"), draft_lengths=(3,))
+    assert {case.method for case in found} == {"none", "ngram", "lookahead"}
+
+
+def test_verify_with_heads(models: TinyModels) -> None:
+    """Every method of a bundle with speculators, alone and in batches."""
+    found = cases(models.engine("heads"), draft_lengths=(2,), batch_sizes=(1, 2))
+    assert all(case.equal for case in found)
+    heads = {"medusa", "eagle", "draft", "medusa+ngram", "eagle+ngram", "draft+ngram"}
+    assert {case.method for case in found if case.batch == 2} == {"none", "ngram"} | heads
+    assert {case.method for case in found if case.batch == 1} == {"ngram", "lookahead"} | heads
+
+
+def test_verify_finds_rows_that_disturb_each_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's KV that another row's rollback spoils is found in batches, and only there."""
+    rewind = RowPool.move
+
+    def careless(self: RowPool, source: int, slot: int) -> None:
+        rewind(self, source, slot)
+        for value in self.cache.values[:2]:
+            value.numpy()[slot, :, 3] += 1.0
+
+    monkeypatch.setattr(RowPool, "move", careless)
+    found = cases(engine, methods=["ngram"], draft_lengths=(4,))
+    assert all(case.equal for case in found if case.batch == 1)
+    assert not all(case.equal for case in found if case.batch == 3)
+
+
+def test_verify_on_a_build_of_one_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.target, "ragged", False)
+    assert {case.batch for case in cases(engine, methods=["ngram"], draft_lengths=(2,))} == {1}
 
 
 FAULT = re.compile(
@@ -82,7 +118,7 @@ def test_verify_finds_logits_that_depend_on_the_width(engine: Engine, monkeypatc
 
     def faulty(self: ModelSession, tokens: Sequence[Sequence[int]], *, rows: int, parents: Any = None) -> np.ndarray:
         logits = run(self, tokens, rows=rows, parents=parents)
-        if self is target and rows > 1:
+        if self.bundle is target.bundle and rows > 1:
             logits[..., :] += bias
         return logits
 

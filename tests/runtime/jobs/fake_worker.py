@@ -60,10 +60,19 @@ def settings(order: Order = "input", **defaults: Any) -> JobSettings:
 
 
 def run_job(
-    source: Path, target: Path, of: JobSettings, worker: FakeWorker | None = None, *, resume: bool = True
+    source: Path,
+    target: Path,
+    of: JobSettings,
+    worker: FakeWorker | None = None,
+    *,
+    resume: bool = True,
+    retry_failed: bool = False,
 ) -> JobCounts:
     """Run a job to its end."""
-    with source.open("rb") as stream, open_job(JsonLines(stream, source.name), target, of, resume=resume) as job:
+    with (
+        source.open("rb") as stream,
+        open_job(JsonLines(stream, source.name), target, of, resume=resume, retry_failed=retry_failed) as job,
+    ):
         if job.complete:
             job.finish()
         else:

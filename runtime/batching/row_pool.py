@@ -3,12 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.runtime.kv_cache import shared_prefix
-from specrun.runtime.session import BatchLogits, ModelSession
+from specrun.models_cache.layout import Bundle
+from specrun.models_cache.manifest import Sizes
+from specrun.runtime.kv_cache import KVCache, shared_prefix
+from specrun.runtime.session import BatchLogits
+from specrun.runtime.width_rule import WidthRule
+
+
+class Session(Protocol):
+    """What runs rows: a `ModelSession`, or one behind a prefix."""
+
+    bundle: Bundle
+    sizes: Sizes
+    cache: KVCache
+    width_rule: WidthRule
+    onnx_seconds: float
+
+    @property
+    def positions(self) -> int:
+        """The most that a row may have, spare ones included."""
+        ...
+
+    @property
+    def spare(self) -> int:
+        """Positions that a run may need beyond its tokens."""
+        ...
+
+    @property
+    def batch_features(self) -> NDArray[np.float32]:
+        """Features f32 [batch, positions, taps x hidden] of the last run."""
+        ...
+
+    def new_cache(self, batch: int) -> KVCache:
+        """Buffers for so many rows."""
+        ...
+
+    def over(self, cache: KVCache) -> Session:
+        """Another session over these buffers."""
+        ...
+
+    def run_batch(self, tokens: Sequence[Sequence[int]], *, rows: int) -> BatchLogits:
+        """Append tokens to each row; logits f32 [batch, rows, vocabulary] (`ModelSession.run_batch`)."""
+        ...
+
+
+_LITTLE = 8  # positions that are read again for a head
 
 
 class RowPool:
@@ -18,18 +62,26 @@ class RowPool:
     that prompts can begin where texts before them, running ones too, went the same way.
     """
 
-    def __init__(self, target: ModelSession, rows: int) -> None:
+    read = False
+    """Whether rows begin with their prompt read, so that a newcomer takes no time."""
+
+    def __init__(self, target: Session, rows: int, cache: KVCache | None = None) -> None:
+        """cache: the rows' buffers, where they are there already."""
         self.positions = target.positions
-        self.cache = target.new_cache(rows)
+        self.cache = cache or target.new_cache(rows)
         self.texts: list[Sequence[int]] = [()] * rows
         self._target = target
-        self._parts: dict[tuple[int, int], ModelSession] = {}
-        self._last: tuple[ModelSession, int, list[int]] | None = None
+        self._parts: dict[tuple[int, int], Session] = {}
+        self._last: tuple[Session, int, list[int]] | None = None
 
     @property
     def position_bytes(self) -> int:
         """Bytes of one position of one row."""
         return self.cache.nbytes // (self.cache.batch * self.cache.capacity)
+
+    def row(self, slot: int) -> PoolRow:
+        """A row as the loop sees it."""
+        return PoolRow(self, slot)
 
     def room(self, first: int, count: int) -> int:
         """The widest run that these rows have positions for."""
@@ -38,7 +90,10 @@ class RowPool:
 
     def reserve(self, length: int) -> None:
         """Make room for `length` positions a row, as far as the model has them."""
-        if self.cache.reserve(min(length, self.positions)):
+        self._grow(length)
+
+    def _grow(self, capacity: int) -> None:
+        if self.cache.reserve(min(capacity, self.positions)):
             self._parts.clear()  # they look at the buffers of before
 
     def run(self, first: int, tokens: Sequence[list[int]], *, rows: int) -> tuple[BatchLogits, float]:
@@ -47,7 +102,7 @@ class RowPool:
         As `ModelSession.run_batch`; the logits are a view that the next run overwrites.
         """
         lengths, count = self.cache.lengths, len(tokens)
-        self.reserve(max(lengths[first : first + count]) + max(map(len, tokens)) + self._target.spare)
+        self._grow(max(lengths[first : first + count]) + max(map(len, tokens)) + self._target.spare)
         session = self._part(first, count)
         session.cache.lengths[:] = lengths[first : first + count]
         before = session.onnx_seconds
@@ -65,19 +120,23 @@ class RowPool:
         features: NDArray[np.float32] = session.batch_features[slot - first, : counts[slot - first]]
         return features
 
-    def begin(self, slot: int, text: Sequence[int]) -> int:
+    def begin(self, slot: int, text: Sequence[int], *, aim: int | None = None) -> int:
         """Give a row to the text that `text`, a prompt, begins; how much of it the row holds already, never all.
 
         That is copied from whichever row shares most with it. `text` may grow; it is what the row is known to hold.
+        aim: what a head would like to be held: a little more than that is not.
         """
         held = [self._shared(other, text) for other in range(self.cache.batch)]
         best = max(range(len(held)), key=lambda other: (held[other], other == slot))
+        length = held[best]
+        if aim and length - _LITTLE <= aim < length:
+            length = aim
         if best == slot:
-            self.cache.rewind_to(held[slot], slot)
+            self.cache.rewind_to(length, slot)
         else:
-            self.cache.copy_prefix(best, slot, held[best])
+            self.cache.copy_prefix(best, slot, length)
         self.texts[slot] = text
-        return held[best]
+        return length
 
     def move(self, source: int, slot: int) -> None:
         """Put a row in the place of another."""
@@ -97,7 +156,7 @@ class RowPool:
         held = min(self.cache.lengths[slot], len(text) - 1)
         return shared_prefix(text[: max(0, held)], prompt[:-1])
 
-    def _part(self, first: int, count: int) -> ModelSession:
+    def _part(self, first: int, count: int) -> Session:
         key = first, count
         if key not in self._parts:
             self._parts[key] = self._target.over(self.cache.part(first, count))

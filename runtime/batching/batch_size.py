@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from specrun.runtime.batch_costs import BatchCosts
+from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.cuda_runtime import free_memory
 from specrun.runtime.device import CPU, RESERVE, Device
 

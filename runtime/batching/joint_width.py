@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 
-def joint_width(
+@dataclass(frozen=True, slots=True)
+class JointPlan:
+    """A width, and a round with it: `expected` tokens of all rows in `seconds`."""
+
+    width: int
+    expected: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens a second."""
+        return self.expected / self.seconds
+
+
+def joint_plan(
     chances: Sequence[Sequence[float]], cost: Callable[[int], float], *, least: int = 1, most: int | None = None
-) -> int:
+) -> JointPlan:
     """The width with the most expected tokens a second: rows that propose less, or nothing, pay for it too.
 
     chances[row][j]: that draft token j + 1 of the row stands if those before it do. cost(width): seconds of a round. A
@@ -18,12 +33,19 @@ def joint_width(
     end = longest if most is None else max(1, min(most, longest))
     reached = [1.0] * len(chances)
     expected = float(len(chances))
-    best, best_expected, best_cost = 1, expected, cost(1)
+    best = JointPlan(1, expected, cost(1))
     for width in range(2, end + 1):
         for row, own in enumerate(chances):
             reached[row] *= own[width - 2] if len(own) > width - 2 else 0.0
         expected += sum(reached)
         seconds = cost(width)
-        if width <= least or expected * best_cost > best_expected * seconds:
-            best, best_expected, best_cost = width, expected, seconds
+        if width <= least or expected * best.seconds > best.expected * seconds:
+            best = JointPlan(width, expected, seconds)
     return best
+
+
+def joint_width(
+    chances: Sequence[Sequence[float]], cost: Callable[[int], float], *, least: int = 1, most: int | None = None
+) -> int:
+    """The width of `joint_plan`."""
+    return joint_plan(chances, cost, least=least, most=most).width

@@ -18,7 +18,8 @@ class BatchStats:
     completion_tokens   of answered requests
     rounds, row_rounds  runs after the prefill, and the same counted for each row in them
     proposed, evaluated, accepted   draft tokens of answered requests, as in `SpeculationStats`
-    prefill_s, run_s, rest_s        seconds of reading prompts, of the rounds' runs, and of what rounds do besides
+    prefill_s, draft_s, run_s, rest_s   seconds of reading prompts, of looking up n-grams and what speculators draft for
+                        all rows together, of the rounds' runs, and of what rounds do besides
     widths              rounds by (rows, width)
     """
 
@@ -35,6 +36,7 @@ class BatchStats:
     evaluated: int = 0
     accepted: int = 0
     prefill_s: float = 0.0
+    draft_s: float = 0.0
     run_s: float = 0.0
     rest_s: float = 0.0
     widths: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -42,17 +44,18 @@ class BatchStats:
     @property
     def decode_s(self) -> float:
         """Seconds of the rounds."""
-        return self.run_s + self.rest_s
+        return self.draft_s + self.run_s + self.rest_s
 
     @property
     def acceptance_rate(self) -> float:
         """accepted / evaluated; 0 if nothing was evaluated."""
         return self.accepted / self.evaluated if self.evaluated else 0.0
 
-    def count_round(self, *, rows: int, width: int, run_s: float, rest_s: float) -> None:
+    def count_round(self, *, rows: int, width: int, run_s: float, rest_s: float, draft_s: float = 0.0) -> None:
         """Count one round of so many rows."""
         self.rounds += 1
         self.row_rounds += rows
+        self.draft_s += draft_s
         self.run_s += run_s
         self.rest_s += rest_s
         self.widths[rows, width] += 1
@@ -75,7 +78,8 @@ class BatchStats:
         self.row_rounds += result.speculation.rounds
         self.prefill_s += result.timings.prefill_s
         self.run_s += result.speculation.verify_s
-        self.rest_s += result.timings.decode_s - result.speculation.verify_s
+        self.draft_s += result.speculation.draft_s
+        self.rest_s += result.timings.decode_s - result.speculation.verify_s - result.speculation.draft_s
 
     def to_json(self) -> dict[str, Any]:
         """An object with every counter but `widths`."""

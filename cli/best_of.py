@@ -1,0 +1,167 @@
+"""`specrun best-of`: many samples of one prompt, the best by a score."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specrun.cli.constraints import constraint_options, constraint_values
+from specrun.cli.generate import read_prompt
+from specrun.cli.interrupt import cancel_on_interrupt
+from specrun.cli.main import INTERRUPTED
+from specrun.cli.opening import open_engine
+from specrun.cli.options import engine_values, request_values, sampled_options
+from specrun.cli.output import EXACTNESS, echo_json, end_text, is_terminal, note, progress_line, write_text
+from specrun.cli.scores import SCORES_HELP, parse_score
+
+if TYPE_CHECKING:
+    from specrun.runtime.best_of import BestOfResult, Candidate
+    from specrun.runtime.best_of.run import Progress
+
+
+@click.command("best-of")
+@click.argument("prompt", required=False, metavar="[PROMPT|-]")
+@click.option("--file", "-f", type=click.Path(exists=True, dir_okay=False), help="Read the prompt from this file.")
+@click.option("--n", "samples", type=int, default=16, show_default=True, help="Write so many samples.")
+@click.option(
+    "--score",
+    "score_name",
+    default="logprob",
+    show_default=True,
+    metavar="SCORE",
+    help=f"What chooses. {SCORES_HELP}",
+)
+@click.option("--all", "show_all", is_flag=True, help="Show all samples, best first, each with its score on stderr.")
+@click.option(
+    "--prune", is_flag=True, help="End samples as soon as they cannot win; for scores that can tell, such as logprob."
+)
+@click.option("--budget-tokens", type=int, metavar="N", help="End all samples at about N tokens of all together.")
+@click.option("--budget-s", type=float, metavar="S", help="End all samples after S seconds.")
+@sampled_options
+@constraint_options
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option("--stats", is_flag=True, help="Print a second line of figures to stderr: speed, MAT, acceptance, prompt.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --all it lists the samples.")
+def best_of(
+    prompt: str | None,
+    file: str | None,
+    samples: int,
+    score_name: str,
+    show_all: bool,
+    prune: bool,
+    budget_tokens: int | None,
+    budget_s: float | None,
+    raw: bool,
+    system: str | None,
+    stats: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Write many samples of an answer to PROMPT and print the best one.
+
+    The prompt is read once, and its keys and values are stored once for all samples, which are decoded together. They
+    draft by n-grams from each other's texts. A line on stderr says which sample won, by what score, and how much
+    memory the keys and values took, against as many copies of the prompt.
+
+    With the same --seed a sample's text is the same whatever --n, --method and -k; it is that of plain decoding of the
+    model's shared-prompt graph, which rounds a little differently from the graph of `generate`. Samples that --prune
+    ends are "cancelled", those that a budget ends have the finish reason "length".
+
+    A model that was exported by an older specrun lacks that graph: export it again with --force.
+
+    \b
+    Examples:
+      specrun best-of "Write a haiku about tides."
+      specrun best-of --n 8 --all --max-tokens 100 "Explain why the sky is blue."
+      specrun best-of --score certainty --temperature 1 "What is 17 * 23?"
+      specrun best-of --n 32 --prune --budget-s 10 --file question.txt
+      specrun best-of --json --all "Name a river." | jq '.candidates[].score'
+    """
+    from specrun.runtime.best_of.run import BestOf
+
+    score = parse_score(score_name, threads=values["threads"])
+    text = read_prompt(prompt, file, "best-of")
+    options: Any = {**request_values(values), **constraint_values(values), "system": system, "raw": raw}
+    with open_engine(**engine_values(values), methods=(values["method"],)) as engine, progress_line() as line:
+
+        def show(progress: Progress) -> None:
+            label = f"{progress.done} of {progress.samples} samples done, {progress.tokens} tokens"
+            line.on_terminal(label, 0, None)
+
+        run = BestOf(
+            engine,
+            text,
+            options,
+            n=samples,
+            score=score,
+            prune=prune,
+            budget_tokens=budget_tokens,
+            budget_s=budget_s,
+            progress=show if is_terminal(sys.stderr) else None,
+        )
+        with cancel_on_interrupt(run) as interrupt:
+            result = run.run()
+    if as_json:
+        echo_json(result.to_json(candidates=show_all))
+    else:
+        _show(result, show_all)
+    note(_summary(result))
+    for said in getattr(score, "notes", ()):
+        note(said)
+    if stats:
+        note(_stats(result))
+    if interrupt.came:
+        raise click.exceptions.Exit(INTERRUPTED)
+    if result.winner is None:
+        raise click.exceptions.Exit(1)
+
+
+def _show(result: BestOfResult, show_all: bool) -> None:
+    if not show_all:
+        write_text(result.text)
+        end_text(result.text)
+        return
+    for candidate in result.ranked():
+        note(f"--- sample {_described(result, candidate)} ---")
+        write_text(candidate.text)
+        end_text(candidate.text)
+
+
+def _described(result: BestOfResult, candidate: Candidate) -> str:
+    ended = {"length": ", cut", "cancelled": ", pruned" if candidate.index in result.pruned else ", cancelled"}
+    return (
+        f"{candidate.index} ({result.score} {result.scores[candidate.index]:.4g}, {len(candidate.token_ids)} tokens"
+        f"{ended.get(candidate.finish_reason, '')})"
+    )
+
+
+def _summary(result: BestOfResult) -> str:
+    memory = result.memory
+    won = f"no sample of {len(result.candidates)} can be chosen by {result.score}"
+    if result.winner is not None:
+        won = f"sample {_described(result, result.winner)} of {len(result.candidates)}"
+    held = memory.kv_prefix_bytes + memory.kv_rows_bytes
+    return (
+        f"{won}; keys and values {held / 1e6:.1f} MB instead of {memory.kv_copied_bytes / 1e6:.1f} MB "
+        f"({memory.kv_saved:.1%} less)"
+    )
+
+
+def _stats(result: BestOfResult) -> str:
+    counts, timings, usage = result.speculation, result.timings, result.usage
+    rate = usage.completion_tokens / timings.decode_s if timings.decode_s else 0.0
+    parts = [
+        f"{usage.completion_tokens} tokens",
+        f"{rate:.1f} tokens/s",
+        f"prompt of {usage.prompt_tokens} tokens read in {timings.prefill_s:.2f} s ({usage.cached_tokens} cached)",
+        f"{result.rounds} runs",
+        f"MAT {counts.mean_accepted_tokens:.2f}",
+        f"acceptance {counts.acceptance_rate:.0%} ({counts.accepted} of {counts.evaluated})",
+        f"method {result.method}",
+        f"{EXACTNESS[result.exactness]} of this graph",
+    ]
+    if result.seed is not None:
+        parts.append(f"seed {result.seed}")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""The parts of `scripts/gpu_check`: what it measures, and how it keeps what it measured."""

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specrun.cli.main import main
+from specrun.runtime import Engine
+
+from ..conftest import INTERRUPTIBLE
+
+KEYS = {
+    "text", "index", "score", "score_name", "token_ids", "finish_reason", "n", "model", "method", "exactness",
+    "exact_to", "graph", "seed", "usage", "timings", "rounds", "speculation", "memory", "pruned", "cut",
+}  # fmt: skip
+
+
+def best_of(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, ["best-of", "--model", "tiny", "--seed", "5", *arguments], input=stdin)
+
+
+def body(*arguments: str) -> dict[str, Any]:
+    result = best_of("--json", *arguments)
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_winner_goes_to_stdout(tiny: str) -> None:
+    result = best_of("--n", "4", "--max-tokens", "12", "Hello")
+    assert result.exit_code == 0, result.stderr
+    with Engine.load(tiny) as engine:
+        expected = engine.best_of("Hello", n=4, max_tokens=12, seed=5)
+    assert result.stdout == expected.text + ("" if expected.text.endswith("\n") else "\n")
+    assert expected.winner is not None
+    assert result.stderr.startswith(f"sample {expected.winner.index} (logprob ")
+    assert "instead of" in result.stderr
+    assert "of 4; keys and values" in result.stderr
+
+
+def test_all_samples_best_first(tiny: str) -> None:
+    result = best_of("--n", "3", "--all", "--stats", "--max-tokens", "8", "Hello")
+    heads = [line for line in result.stderr.splitlines() if line.startswith("--- sample")]
+    scores = [float(head.split("logprob ")[1].split(",")[0]) for head in heads]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+    assert "bit-equal to plain decoding of this graph, seed 5" in result.stderr
+
+
+def test_the_json(tiny: str) -> None:
+    found = body("--n", "4", "--max-tokens", "8", "Hello")
+    assert set(found) == KEYS
+    assert (found["n"], found["graph"], found["exactness"]) == (4, "target_shared", "bitwise")
+    assert "generate's graph rounds otherwise" in found["exact_to"]
+    memory = found["memory"]
+    held = memory["kv_prefix_bytes"] + memory["kv_rows_bytes"]
+    assert memory["kv_saved"] == pytest.approx(1 - held / memory["kv_copied_bytes"])
+    listed = body("--n", "4", "--max-tokens", "8", "--all", "Hello")
+    assert listed["text"] == found["text"]
+    assert listed["candidates"][0]["text"] == found["text"]
+    assert sorted(candidate["index"] for candidate in listed["candidates"]) == [0, 1, 2, 3]
+
+
+def test_scores_budgets_and_pruning(tiny: str) -> None:
+    found = body("--n", "3", "--score", "certainty", "--max-tokens", "8", "Hello")
+    assert found["score_name"] == "certainty"
+    cut = body("--n", "3", "--budget-tokens", "9", "--max-tokens", "50", "--all", "Hello")
+    assert cut["usage"]["completion_tokens"] <= 9 + 3 * 17
+    assert {candidate["finish_reason"] for candidate in cut["candidates"]} <= {"length", "stop"}
+    assert body("--n", "3", "--prune", "--max-tokens", "8", "Hello")["text"]
+    refused = best_of("--n", "3", "--prune", "--score", "certainty", "Hello")
+    assert refused.exit_code == 2
+    assert "leave prune out" in refused.stderr
+
+
+def test_prompts_from_elsewhere(tiny: str, tmp_path: Path) -> None:
+    expected = best_of("--n", "2", "--max-tokens", "6", "Hello").stdout
+    (tmp_path / "prompt.txt").write_text("Hello\n")
+    assert best_of("--n", "2", "--max-tokens", "6", "--file", str(tmp_path / "prompt.txt")).stdout == expected
+    assert best_of("--n", "2", "--max-tokens", "6", "-", stdin="Hello\n").stdout == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--score", "worst", "Hello"), "There is no score 'worst'"),
+        (("--temperature", "0", "Hello"), "Without sampling all 16 samples are the same"),
+        (("--n", "0", "Hello"), "n must be a whole number"),
+        (("--budget-s", "0", "Hello"), "budget_s must be above 0"),
+        (("", "--n", "2"), "as in `specrun best-of"),
+    ],
+)
+def test_what_cannot_be(tiny: str, arguments: tuple[str, ...], says: str) -> None:
+    result = best_of(*arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_an_interrupt_shows_what_there_is(tiny: str) -> None:
+    script = f"{INTERRUPTIBLE}from specrun.cli.main import main; main()"
+    command = ["best-of", "--model", "tiny", "--n", "2", "--max-tokens", "12000", "--json", "--seed", "1", "Hello"]
+    command += ["--raw", "--regex", "[a-z ]*"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    calibration = Path(os.environ["SPECRUN_HOME"]) / "calibration-shared"
+    while process.poll() is None and not calibration.exists():
+        pass
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert json.loads(stdout)["n"] in (0, 2)
+
+
+def test_lines_of_a_job_that_want_several(tiny: str, tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": "Hello"},
+        {"prompt": "Hello", "n": 3, "seed": 4, "logprobs": True},
+        {"messages": [{"role": "user", "content": "Hello"}], "n": 2, "best_of": 4, "seed": 4, "temperature": 1.0},
+        {"prompt": "Hello", "best_of": 2, "method": None},
+        {"prompt": "Hello"},
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["batch", str(source), str(target), "--model", "tiny", "--max-tokens", "8"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.stderr
+    first, three, best, one, last = (json.loads(line)["response"]["body"] for line in target.read_text().splitlines())
+    assert "choices" not in first
+    assert first["token_ids"] == last["token_ids"]
+    with Engine.load(tiny) as engine:
+        expected = engine.best_of("Hello", n=3, seed=4, max_tokens=8)
+        ranked = engine.best_of("Hello", n=4, seed=4, temperature=1.0, max_tokens=8).ranked()
+    assert [choice["text"] for choice in three["choices"]] == [candidate.text for candidate in expected.candidates]
+    assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+    assert [len(choice["token_logprobs"]) for choice in three["choices"]] == [
+        len(candidate.token_ids) for candidate in expected.candidates
+    ]
+    assert [choice["message"]["content"] for choice in best["choices"]] == [candidate.text for candidate in ranked[:2]]
+    assert len(one["choices"]) == 1
+    assert one["n"] == 2
+    assert three["usage"]["completion_tokens"] == expected.usage.completion_tokens
