@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Final
 
 from specrun.models_cache.errors import BackendError, UsageError
@@ -133,15 +134,17 @@ def preload() -> str:
 
 
 def _both_installed() -> bool:
-    return all(_installed(name) for name in ("onnxruntime", "onnxruntime-gpu"))
+    """Whether one lies over the other; in folders of their own the first on the path is used, and whole."""
+    folders = [_folder(name) for name in ("onnxruntime", "onnxruntime-gpu")]
+    return folders[0] is not None and folders[0] == folders[1]
 
 
-def _installed(name: str) -> bool:
+def _folder(name: str) -> Path | None:
+    """Where a package is installed, None if it is not."""
     try:
-        metadata.version(name)
+        return Path(str(metadata.distribution(name).locate_file(""))).resolve()
     except metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def require_memory(device: Device, what: str, weights: int, kv: int, mend: str) -> None:

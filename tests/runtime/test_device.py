@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,10 +124,30 @@ def test_an_onnxruntime_without_the_provider(models: TinyModels) -> None:
 
 
 def test_both_packages_installed(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_installed", lambda name: True)
+    monkeypatch.setattr(device, "_folder", lambda name: Path("site-packages"))
     assert "Both onnxruntime and onnxruntime-gpu are installed" in str(cuda_problem())
     with pytest.raises(BackendError, match="Both onnxruntime"):
         find_device("cuda", models.bundle("tgt-cuda").manifest)
+
+
+def test_packages_in_folders_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that was unpacked elsewhere, and is found first, is whole."""
+
+    def install(name: str, folder: str) -> None:
+        info = tmp_path / folder / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+
+    install("onnxruntime-gpu", "unpacked")
+    install("onnxruntime", "site")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "unpacked"), str(tmp_path / "site")])
+    assert device._folder("onnxruntime-gpu") == (tmp_path / "unpacked").resolve()
+    assert not device._both_installed()
+    install("onnxruntime-gpu", "site")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    assert device._both_installed()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "nowhere")])
+    assert not device._both_installed()
 
 
 def test_too_little_memory_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:

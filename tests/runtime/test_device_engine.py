@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun.models_cache.errors import BackendError
-from specrun.runtime import Engine
+from specrun.models_cache.errors import BackendError, UsageError
+from specrun.runtime import Engine, Result
 from specrun.runtime.batch import BatchEngine, BatchRequest
 from specrun.runtime.calibration import probe
 from specrun.runtime.device import Device
+from specrun.runtime.device_buffers import DeviceBuffers
 from specrun.runtime.device_rows import DeviceLogits
 from specrun.runtime.session import ModelSession, WidthRule, choose_graph, session_opener
 from specrun.runtime.verify import verify
@@ -110,6 +111,69 @@ def test_a_batch_gives_each_row_its_own_text(models: TinyModels) -> None:
         for answer in answers:
             found[answer.index] = answer.result.token_ids  # type: ignore[union-attr]
     assert [found[i] for i in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize("model", ["heads-cuda", "heads"])
+@pytest.mark.parametrize("method", ["draft", "medusa", "eagle", "eagle+ngram"])
+def test_rows_of_a_batch_draft_there(models: TinyModels, model: str, method: str) -> None:
+    """Features, logits and the slots of heads are the device's; the texts and what is drafted are the host's."""
+    host, device = models.engine(model, device="cpu"), models.engine(model, device=DEVICE)
+    prompts = [*PROMPTS, PROMPT[:12], PROMPT + "x", "zebra"]
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 0.9, "sampling": "rejection"},
+    )
+    for how in ways:
+        options = {"max_tokens": 20, "raw": True, "ignore_eos": True, "draft_length": 3, "seed": 5, **how}
+        drafted = []
+        found: list[list[tuple[int, ...]]] = []
+        for engine in (host, device):
+            engine.reset()
+            requests = [BatchRequest(i, prompt, {**options, "method": method}) for i, prompt in enumerate(prompts)]
+            answers = sorted(BatchEngine(engine, batch_size=3).run(requests), key=lambda answer: answer.index)
+            results = [answer.result for answer in answers]
+            assert all(isinstance(result, Result) for result in results), results
+            found.append([result.token_ids for result in results])  # type: ignore[union-attr]
+            drafted.append(sum(result.speculation.proposed for result in results))  # type: ignore[union-attr]
+        assert found[0] == found[1]
+        assert drafted[0] == drafted[1] > 0
+        if "sampling" not in how:
+            alone = [host.generate(prompt, **{**options, "draft_length": None}, method="none") for prompt in prompts]
+            assert found[1] == [result.token_ids for result in alone]
+
+
+def test_rows_come_to_the_host_in_one_copy(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_opener(models.bundle("heads-cuda"), 1, DEVICE)(3, WidthRule(2))
+    logits = session.run_batch([[5, 6], [7], [8, 9]], rows=2)
+    copies: list[Any] = []
+    read = DeviceBuffers.read
+
+    def counted(self: DeviceBuffers, buffer: Any) -> Any:
+        copies.append(buffer)
+        return read(self, buffer)
+
+    monkeypatch.setattr(DeviceBuffers, "read", counted)
+    whole = [np.array(row) for row in logits]
+    assert len({row.tobytes() for row in whole}) == 3
+    assert np.array_equal(whole[2][1], logits[2][1:][0])
+    assert len(copies) == 1
+    assert session.batch_features is session.batch_features
+    assert len(copies) == 2
+    session.run_batch([[5], [7], [8]], rows=1)
+    assert session.batch_features.shape[1] != 0
+    assert len(copies) == 3
+
+
+def test_best_of_is_for_the_cpu(models: TinyModels) -> None:
+    for model, place in (("tgt-cuda", "cpu"), ("tgt", DEVICE)):
+        engine = models.engine(model, device=place)
+        with pytest.raises(UsageError, match="best-of runs on the CPU only, and tgt.* export it under another --name"):
+            engine.best_of(PROMPT, n=2)
+        assert engine.generate(PROMPT, max_tokens=2).token_ids
+    cache = models.engine("tgt-cuda", device=DEVICE).target.cache
+    with pytest.raises(ValueError, match="keep their capacity"):
+        cache.fit(cache.capacity)
 
 
 def test_a_conversation_is_saved_and_taken_up_again(models: TinyModels, tmp_path: Path) -> None:
@@ -234,6 +298,8 @@ def test_a_rule_for_one_text_is_no_rule_for_a_batch(models: TinyModels) -> None:
 
     found = probe(opener(models, Solo))
     assert (found.width_multiple, found.pinned, found.batches) == (8, True, False)
+    assert found.bound_of(1) == found.bound == 0.0
+    assert found.bound_of(3) == pytest.approx(0.016, rel=0.01)  # rows of three are 24 positions wide, not 8
     assert (found.exactness, found.batch_exactness) == ("bitwise", "rounding")
 
 
