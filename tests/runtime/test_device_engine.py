@@ -168,7 +168,7 @@ def test_rows_come_to_the_host_in_one_copy(models: TinyModels, monkeypatch: pyte
 def test_best_of_is_for_the_cpu(models: TinyModels) -> None:
     for model, place in (("tgt-cuda", "cpu"), ("tgt", DEVICE)):
         engine = models.engine(model, device=place)
-        with pytest.raises(UsageError, match="best-of runs on the CPU only, and tgt.* export it under another --name"):
+        with pytest.raises(UsageError, match=r"best-of runs on the CPU only, and tgt.* export it under another --name"):
             engine.best_of(PROMPT, n=2)
         assert engine.generate(PROMPT, max_tokens=2).token_ids
     cache = models.engine("tgt-cuda", device=DEVICE).target.cache

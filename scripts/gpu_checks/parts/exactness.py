@@ -37,7 +37,11 @@ def run(context: Context, report: Report) -> None:
                 report.add(pinned_rows=pinned)
             session.cache.close()
             prompts = models.PROMPTS[: max(1, amounts.prompts // 2)]
-            how: dict[str, Any] = {"draft_lengths": amounts.verify_lengths, "max_tokens": amounts.verify_tokens}
+            how: dict[str, Any] = {
+                "draft_lengths": amounts.verify_lengths,
+                "batch_sizes": amounts.verify_batches,
+                "max_tokens": amounts.verify_tokens,
+            }
             with models.usable(engine, [name for name in amounts.methods if name not in ("none", "auto")]) as methods:
                 for case in verify(engine, prompts, methods=methods, **how):
                     cases[precision] = [*cases.get(precision, []), case]
@@ -72,6 +76,11 @@ def _promised(case: VerifyCase, found: Calibration) -> str:
     return found.batch_exactness if getattr(case, "batch", 1) > 1 else found.exactness
 
 
+def _rows(case: VerifyCase) -> str:
+    batch = getattr(case, "batch", 1)
+    return f"{batch} rows, " if batch > 1 else ""
+
+
 def _by_method(precision: str, cases: list[VerifyCase]) -> list[dict[str, Any]]:
     """A row for each method: how many combinations of K and sampling were equal, and the first difference."""
     found: dict[str, list[VerifyCase]] = {}
@@ -86,7 +95,7 @@ def _by_method(precision: str, cases: list[VerifyCase]) -> list[dict[str, Any]]:
             "tokens": sum(case.tokens for case in own),
             "difference": next(
                 (
-                    f"K {case.draft_length or 'adaptive'}, {case.sampling}, {case.difference}"
+                    f"K {case.draft_length or 'adaptive'}, {_rows(case)}{case.sampling}, {case.difference}"
                     for case in own
                     if not case.equal
                 ),
