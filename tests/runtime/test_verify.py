@@ -199,3 +199,30 @@ def test_where_rows_are_equal_only_up_to_rounding_near_tokens_may_change_places(
     finally:
         engine.recalibrate()
     assert engine.calibration.bound == 0.0
+
+
+def test_rows_of_a_batch_have_a_bound_of_their_own(models: TinyModels) -> None:
+    """Rows among others lose a little; alone every text is still equal to the last bit."""
+    engine = models.engine("tgt")
+    run = ModelSession.run_batch
+
+    def rounded(self: ModelSession, tokens: Any, *, rows: int, parents: Any = None) -> Any:
+        logits = run(self, tokens, rows=rows, parents=parents)
+        if self.cache.batch > 1:
+            logits = logits.copy()
+            logits[:, :, 1::2] += np.float32(0.5)
+        return logits
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ModelSession, "run_batch", rounded)
+            found = list(verify(engine, PROMPTS, methods=["ngram"], draft_lengths=(3,), max_tokens=40))
+            assert 0.49 < engine.calibration.bound_of(3) < 0.51
+            assert engine.calibration.bound_of(1) < 1e-3
+            assert engine.calibration.batch_exactness == "rounding"
+            assert all(case.equal for case in found if case.batch == 1)
+            assert any(case.rounding for case in found if case.batch == 3)
+            assert all(case.holds for case in found)
+    finally:
+        engine.recalibrate()
+    assert engine.calibration.batch_bound == 0.0
