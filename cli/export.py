@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specrun.cli.output import echo_json, note, progress_line
-from specrun.cli.types import PRECISION
+from specrun.cli.types import EXPORT_PRECISION
 
 if TYPE_CHECKING:
     from specrun.export.heads_source import FoundHeads
@@ -25,11 +25,17 @@ LOW_AGREEMENT = 0.9
 )
 @click.option(
     "--precision",
-    type=PRECISION,
-    default="int8",
+    type=EXPORT_PRECISION,
+    help="int8 (the default), int4: blocks of so many bits. source: a GGUF file's own weight blocks, kept exactly. "
+    "These three also round activations to 8 bits, so each differs a little from fp32 (32-bit floats). With --device "
+    "cuda: fp16 (the default there) or bf16 throughout, or int8, int4 blocks with fp16 between.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
     show_default=True,
-    help="int8, int4: blocks of so many bits. source: a GGUF file's own weight blocks, kept exactly. These three also "
-    "round activations to 8 bits, so each differs a little from fp32 (32-bit floats).",
+    help="What the graphs are made for: processors, or NVIDIA GPUs.",
 )
 @click.option("--block", type=int, metavar="N", help="Columns that share a scale (int8, int4).")
 @click.option(
@@ -57,7 +63,8 @@ def export(
     ctx: click.Context,
     source: str,
     name: str | None,
-    precision: str,
+    precision: str | None,
+    device: str,
     block: int | None,
     output: Path | None,
     force: bool,
@@ -80,6 +87,7 @@ def export(
     Examples:
       specrun export ./SmolLM2-360M-Instruct --name smollm2-360m
       specrun export model-q4_k_m.gguf --precision source
+      specrun export ./big-model --device cuda --precision int4
       specrun export ./big-model --draft ./small-model
       specrun generate --model big-model --draft small-model "Hello"
       specrun export ./big-model --draft ./eagle-heads
@@ -103,12 +111,13 @@ def export(
             heads = find_heads(draft, progress)
         if heads is None and output is not None:
             raise UsageError("--output names one folder: export the draft with a command of its own.")
-    bundles = [_export(source, name, precision, block, output, force)]
+    how = {"precision": precision, "block": block, "device": device, "force": force}
+    bundles = [_export(source, name, output, how)]
     extra: dict[str, Any] = {}
     if heads is not None:
         extra["speculator"] = _attach(bundles[0], heads, force)
     elif draft is not None:
-        bundles.append(_export(draft, None, precision, block, None, force))
+        bundles.append(_export(draft, None, None, how))
         _check(bundles[0], bundles[1])
         extra["draft"] = _facts(bundles[1])
         note(f"use it with --draft: specrun generate --model {_shown(bundles[0])} --draft {_shown(bundles[1])}")
@@ -161,15 +170,11 @@ def _shown(bundle: Bundle) -> str:
     return bundle.path.name if bundle.path.parent == models_dir() else str(bundle.path)
 
 
-def _export(
-    source: str, name: str | None, precision: str, block: int | None, output: Path | None, force: bool
-) -> Bundle:
+def _export(source: str, name: str | None, output: Path | None, how: dict[str, Any]) -> Bundle:
     from specrun.export.bundle import export_bundle
 
     with progress_line() as progress:
-        bundle = export_bundle(
-            source, name=name, precision=precision, block=block, output=output, force=force, progress=progress
-        )
+        bundle = export_bundle(source, name=name, output=output, progress=progress, **how)
     if not progress.used:
         note(f"{bundle.manifest.name} is here already; --force exports it anew")
     _summary(bundle)

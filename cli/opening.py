@@ -25,7 +25,7 @@ def open_engine(
     *,
     draft: str | None = None,
     threads: int | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     context: int | None = None,
     yes: bool = False,
     methods: Iterable[str | None] = (),
@@ -35,6 +35,7 @@ def open_engine(
     methods: what requests will name; a speculator that specrun ships for one of them is attached where it is missing.
     """
     from specrun.runtime import Engine, share_threads
+    from specrun.runtime.device import cuda_problem, made_for
     from specrun.runtime.heads import find_draft
 
     if OWN_PROCESS:
@@ -43,7 +44,10 @@ def open_engine(
     ensure_speculators(bundle, draft, methods)
     drafting = find_draft(bundle, draft) if draft is not None else None
     with waiting(f"loading {bundle.manifest.name}"):
-        return Engine(bundle, draft=drafting, threads=threads, device=device, context=context)
+        engine = Engine(bundle, draft=drafting, threads=threads, device=device, context=context)
+    if device == "auto" and engine.device.kind == "cpu" and made_for(bundle.manifest) == "cuda":
+        note(f"{bundle.manifest.name} was exported for a GPU and runs on the CPU, slowly: {cuda_problem()}")
+    return engine
 
 
 def ensure_speculators(bundle: Bundle, draft: str | None, methods: Iterable[str | None]) -> None:

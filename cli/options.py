@@ -25,7 +25,14 @@ _ENGINE: tuple[Decorator, ...] = (
         help="What drafts: a speculator of the model by its name, or a smaller model with the same tokenizer.",
     ),
     click.option("--threads", type=int, help="Processor threads; by default one for each core."),
-    click.option("--device", default="cpu", show_default=True, help="Where the model runs; so far cpu only."),
+    click.option(
+        "--device",
+        default="auto",
+        show_default=True,
+        metavar="auto|cpu|cuda|cuda:N",
+        help="Where the model runs. auto: on an NVIDIA GPU if the model was exported for one (specrun export --device "
+        "cuda) and there is one, else on the CPU.",
+    ),
     click.option("--context", type=int, help="Use at most so many positions of the model's context."),
     click.option("--yes", is_flag=True, help=f"Get {DEFAULT_MODEL} without asking if it is not here yet."),
 )

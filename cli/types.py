@@ -6,6 +6,7 @@ import click
 
 ALL_METHODS = "all"
 PRECISION = click.Choice(["int8", "int4", "fp32", "source"])
+EXPORT_PRECISION = click.Choice(["int8", "int4", "fp32", "source", "fp16", "bf16"])
 
 
 def methods(value: str) -> tuple[str, ...]:

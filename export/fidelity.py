@@ -29,6 +29,7 @@ who already love painting." Les enfants jouent dans le jardin; die Kinder lesen 
 """
 # Every width is run once and then the rest in one chunk, so that each is known to work.
 WIDTHS = tuple(range(1, 17))
+FLOATS: dict[str, Any] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
 def measure_fidelity(weights: Weights, graph_path: Path, token_ids: list[int]) -> tuple[Fidelity, tuple[int, ...]]:
@@ -73,10 +74,12 @@ def _graph_logits(
     options.log_severity_level = 3
     session = ort.InferenceSession(str(graph_path), options, providers=["CPUExecutionProvider"])
     shape = (1, config.kv_heads, len(token_ids) + 2, config.head_dim)
+    types = {value.name: FLOATS[value.type] for value in session.get_inputs() if value.type in FLOATS}
     cache: dict[str, Any] = {}
     for layer in range(config.layers):
         for part in ("key", "value"):
-            cache[f"{part}.{layer}"] = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+            zeros = np.zeros(shape, types[f"past_{part}.{layer}"])
+            cache[f"{part}.{layer}"] = ort.OrtValue.ortvalue_from_numpy(zeros)
     pieces, widths, start = [], [], 0
     for width in (*WIDTHS, len(token_ids)):
         width = min(width, len(token_ids) - start)
@@ -92,9 +95,10 @@ def _run(
     session: Any, ort: Any, config: ModelConfig, cache: dict[str, Any], tokens: list[int], start: int, capacity: int
 ) -> NDArray[np.float32]:
     width = len(tokens)
-    pad = int(width == 1)
+    wanted = {value.name: value.type for value in session.get_inputs()}
+    pad = int(width == 1 and "pad_rows" in wanted)
     qkv_width = (config.heads + 2 * config.kv_heads) * config.head_dim
-    inputs = {
+    inputs: dict[str, NDArray[Any]] = {
         "input_ids": np.array([tokens], np.int64),
         "query_lengths": np.array([width + pad], np.int32),
         "pad_rows": np.zeros((1, pad, qkv_width), np.float32),
@@ -106,6 +110,9 @@ def _run(
     }
     binding = session.io_binding()
     for name, array in inputs.items():
+        if name not in wanted:
+            continue
+        array = array.astype(FLOATS.get(wanted[name], array.dtype), copy=False)
         binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
     logits: NDArray[np.float32] = np.empty((1, width, config.vocabulary), np.float32)
     binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specrun.export.config import ModelConfig
-from specrun.export.graph_builder import MICROSOFT, GraphBuilder
+from specrun.export.graph_builder import MICROSOFT, THETA, GraphBuilder
 from specrun.export.shared_attention import SOFTMAX_WEIGHTS, SharedParts, merge, prefix_part, shared_parts
 from specrun.export.weight_file import Stored, WeightFile
 from specrun.export.weight_store import StoredLayer, StoredWeights
@@ -26,6 +26,8 @@ def build_target(
     *,
     ragged: bool,
     taps: tuple[int, ...] = (),
+    trees: bool = True,
+    dummy_row: bool = True,
     shared: bool = False,
 ) -> ir.Model:
     """The graph of a target or of a draft model.
@@ -52,7 +54,14 @@ def build_target(
     `ragged` feeds `query_lengths` to the attention, so that rows of a batch may have different numbers of new
     positions; without it the graph loads in ONNX Runtime builds older than 1.32 and serves batch 1.
 
-    `shared` makes the variant of best-of-N, for rows behind one prefix (`shared_attention`). Instead of the bias it has
+    Where `file` holds floats of 16 bits, the graph is one for the CUDA provider: keys, values, bias and dummy row are
+    of that type, logits and features still f32. That provider's attention has no kernel for f32, and with a bias, even
+    of zeros, it leaves its flash kernel for an unfused one; so a chain there has a graph of its own, without `trees`:
+    no `attention_bias`, and positions that follow from the lengths. Without `dummy_row` there are no `pad_rows`: it
+    costs two copies a layer there, and runs of a pinned width need none.
+
+    `shared` makes the variant of best-of-N, for rows behind one prefix (`shared_attention`) and for the CPU alone.
+    Instead of the bias it has
 
     prefix_key.i, prefix_value.i  f32 [kv_heads, 1, prefix, head_dim]: what all rows begin with, without their positions
     prefix_queries                i64 [4]: kv_heads, groups, batch * positions * heads / (kv_heads * groups), head_dim;
@@ -64,19 +73,26 @@ def build_target(
     zeros; `position_ids` still count from the start of the prefix.
     """
     b = GraphBuilder(file)
+    floats = b.floats
     kv_shape: list[int | str] = ["batch", config.kv_heads, "capacity", config.head_dim]
     qkv_width = (config.heads + 2 * config.kv_heads) * config.head_dim
     i64, i32, f32 = ir.DataType.INT64, ir.DataType.INT32, ir.DataType.FLOAT
     specs: dict[str, tuple[ir.DataType, list[int | str]]] = {
         "input_ids": (i64, ["batch", "positions"]),
         "query_lengths": (i32, ["batch"]),
-        "pad_rows": (f32, ["batch", "pad", qkv_width]),
+        "pad_rows": (floats, ["batch", "pad", qkv_width]),
         "total_lengths_minus_one": (i32, ["batch"]),
         "max_total_length": (i32, [1]),
         "position_ids": (i64, ["batch", "padded_positions"]),
-        "attention_bias": (f32, ["bias_batch", 1, "padded_positions", "max_total"]),
+        "attention_bias": (floats, ["bias_batch", 1, "padded_positions", "max_total"]),
         "logit_rows": (i64, ["batch", "rows"]),
     }
+    if not dummy_row:
+        del specs["pad_rows"]
+        specs["position_ids"][1][1] = "positions"
+        specs["attention_bias"][1][2] = "positions"
+    if not trees:
+        del specs["position_ids"], specs["attention_bias"]
     if shared:
         del specs["attention_bias"]
         specs |= {"prefix_queries": (i64, [4]), "bias_pads": (i64, [8])}
@@ -84,16 +100,16 @@ def build_target(
             for part in ("key", "value"):
                 specs[f"prefix_{part}.{index}"] = (f32, [config.kv_heads, 1, "prefix", config.head_dim])
     for index in range(config.layers):
-        specs[f"past_key.{index}"] = (f32, kv_shape)
-        specs[f"past_value.{index}"] = (f32, kv_shape)
+        specs[f"past_key.{index}"] = (floats, kv_shape)
+        specs[f"past_value.{index}"] = (floats, kv_shape)
     inputs = {
         name: ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
         for name, (dtype, shape) in specs.items()
     }
 
     b.scope("model")
-    positions = b.op("Shape", [inputs["input_ids"]], start=1, end=2)
-    parts = shared_parts(b, config, inputs, positions) if shared else None
+    positions = b.op("Shape", [inputs["input_ids"]], start=1, end=2) if dummy_row else None
+    parts = shared_parts(b, config, inputs, positions) if shared and positions is not None else None
     residual = b.embed(inputs["input_ids"], stored.embedding)
     hidden = b.norm(residual, b.weight(stored.layers[0].input_norm), config.norm_epsilon)
     presents: list[ir.Value] = []
@@ -104,7 +120,7 @@ def build_target(
         attention, key, value = _attention(b, config, index, layer, stored, hidden, inputs, positions, ragged, parts)
         for present, name in ((key, "present_key"), (value, "present_value")):
             present.name = f"{name}.{index}"
-            present.type, present.shape = ir.TensorType(f32), ir.Shape(kv_shape)
+            present.type, present.shape = ir.TensorType(floats), ir.Shape(kv_shape)
             presents.append(present)
         hidden, residual = b.add_norm(
             b.linear(attention, layer.output), residual, b.weight(layer.mlp_norm), config.norm_epsilon
@@ -114,17 +130,20 @@ def build_target(
 
     b.scope("head")
     rows = b.op("Unsqueeze", [inputs["logit_rows"], b.axis(-1)])
-    logits = b.linear(b.op("GatherND", [hidden, rows], batch_dims=1), stored.head)
+    logits = b.float32(b.linear(b.op("GatherND", [hidden, rows], batch_dims=1), stored.head))
     logits.name = "logits"
     logits.type, logits.shape = ir.TensorType(f32), ir.Shape(["batch", "rows", config.vocabulary])
     outputs = [logits]
     if taps:
         tapped[config.layers] = residual
-        features = b.op("Concat", [tapped[tap] for tap in taps], axis=-1)
+        features = b.float32(b.op("Concat", [tapped[tap] for tap in taps], axis=-1))
         features.name = "features"
         features.type, features.shape = ir.TensorType(f32), ir.Shape(["batch", "positions", len(taps) * config.hidden])
         outputs.append(features)
-    return b.finish([*inputs.values()], [*outputs, *presents], "target")
+    model = b.finish([*inputs.values()], [*outputs, *presents], "target")
+    if floats != f32:
+        model.metadata_props[THETA] = repr(config.rope.theta)  # tables of 16 bits tell it only roughly
+    return model
 
 
 def _attention(
@@ -135,7 +154,7 @@ def _attention(
     stored: StoredWeights,
     hidden: ir.Value,
     inputs: dict[str, ir.Value],
-    positions: ir.Value,
+    positions: ir.Value | None,
     ragged: bool,
     shared: SharedParts | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -148,11 +167,11 @@ def _attention(
         key = _head_norm(b, config, key, layer.key_norm)
         qkv = b.op("Concat", [query, key, value], axis=-1)
     # The attention's kernel for a lone row sums in another order, so it never sees one: the dummy row is counted.
-    padded = b.op("Concat", [qkv, inputs["pad_rows"]], axis=1)
+    padded = b.op("Concat", [qkv, inputs["pad_rows"]], axis=1) if positions is not None else qkv
     settings = config.layer_configs[index]
     rotary = (b.weight(stored.cos), b.weight(stored.sin)) if settings.rotary else None
     if shared is None:
-        bias = inputs["attention_bias"]
+        bias = inputs.get("attention_bias")
     else:
         bias, *prefix = prefix_part(b, config, index, qkv, rotary, inputs, shared)
     arguments: list[ir.Value | None] = [
@@ -164,11 +183,13 @@ def _attention(
         inputs["total_lengths_minus_one"],
         inputs["max_total_length"],
         *(rotary or (None, None)),
-        inputs["position_ids"] if rotary else None,
+        inputs.get("position_ids") if rotary else None,
         bias,
     ]
     if ragged:
         arguments += [None] * 5 + [inputs["query_lengths"]]
+    while arguments[-1] is None:
+        arguments.pop()
     attributes: dict[str, Any] = {
         "num_heads": config.heads,
         "kv_num_heads": config.kv_heads,
@@ -176,9 +197,9 @@ def _attention(
     }
     if settings.sliding_window is not None:
         attributes["local_window_size"] = settings.sliding_window
-    if shared is None:
+    if shared is None or positions is None:
         output, key, value = b.op_multi("GroupQueryAttention", arguments, 3, MICROSOFT, **attributes)
-        return b.slice_axis1(output, positions), key, value
+        return output if positions is None else b.slice_axis1(output, positions), key, value
     attributes["qk_output"] = SOFTMAX_WEIGHTS
     output, key, value, weights = b.op_multi("GroupQueryAttention", arguments, 4, MICROSOFT, **attributes)
     return merge(b, config, b.slice_axis1(output, positions), weights, (prefix[0], prefix[1]), shared), key, value

@@ -16,6 +16,7 @@ from specrun.models_cache.manifest import TensorSpec
 OPSET = 23
 IR_VERSION = 10
 MICROSOFT = "com.microsoft"
+THETA = "rope_theta"  # the key of a model's metadata that holds the base of its rotary frequencies
 # int8 accumulation of MatMulNBits: activations are rounded per row and block, so rows stay independent.
 ACCURACY_LEVEL = 4
 
@@ -25,6 +26,7 @@ class GraphBuilder:
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
+        self.floats = ir.DataType.from_numpy(file.floats)
         self._tape = ir.tape.Tape()
         self._constants: dict[str, ir.Value] = {}
         self._scope = ""
@@ -97,7 +99,8 @@ class GraphBuilder:
             N=matrix.rows,
             bits=matrix.bits,
             block_size=matrix.block,
-            accuracy_level=ACCURACY_LEVEL,
+            # Activations of 16 bits are for the CUDA provider, which multiplies in that precision.
+            **({"accuracy_level": ACCURACY_LEVEL} if self.floats == ir.DataType.FLOAT else {}),
         )
 
     def _block_sums(self, x: ir.Value, block: int) -> ir.Value:
@@ -130,6 +133,10 @@ class GraphBuilder:
         offsets = self.op("Unsqueeze", [self.op("Transpose", [offsets], perm=[1, 2, 0]), self.axis(-1)])
         joined = self.constant("hidden_shape", np.array([0, 0, matrix.columns], np.int64))
         return self.op("Reshape", [self.op("Add", [self._blocks(x, matrix.block), offsets]), joined])
+
+    def float32(self, x: ir.Value) -> ir.Value:
+        """x, if the graph computes in another type."""
+        return x if self.floats == ir.DataType.FLOAT else self.op("Cast", [x], to=ir.DataType.FLOAT)
 
     def axis(self, axis: int) -> ir.Value:
         """The number of an axis, as an input."""

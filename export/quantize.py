@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from specrun.export.weights import Blocks, Weights
 from specrun.models_cache.errors import UsageError
 
-PRECISIONS = ("fp32", "int8", "int4", "source")
+PRECISIONS = {"cpu": ("int8", "int4", "fp32", "source"), "cuda": ("fp16", "bf16", "int8", "int4")}
+FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
 DEFAULT_BLOCKS = {"int8": 32, "int4": 32}
 VALID_BLOCKS = (16, 32, 64, 128, 256)
 _FITTED_AT_ONCE = 1 << 20  # values, so that the temporaries stay in the caches
@@ -63,10 +64,18 @@ class BlockMatrix:
 Matrix = FloatMatrix | BlockMatrix
 
 
-def check_precision(precision: str, block: int | None) -> None:
-    """Refuse an unknown precision or block size with a UsageError."""
-    if precision not in PRECISIONS:
-        raise UsageError(f"Unknown precision '{precision}': choose one of {', '.join(PRECISIONS)}.")
+def check_precision(precision: str, block: int | None, device: str = "cpu") -> None:
+    """Refuse an unknown device, precision or block size with a UsageError."""
+    if device not in PRECISIONS:
+        raise UsageError(f"Unknown device '{device}': choose one of {', '.join(PRECISIONS)}.")
+    if precision not in PRECISIONS[device]:
+        known = any(precision in names for names in PRECISIONS.values())
+        choose = f"choose one of {', '.join(PRECISIONS[device])}"
+        if known and device == "cuda":
+            raise UsageError(f"Precision '{precision}' does not run on the CUDA provider: {choose}.")
+        if known:
+            raise UsageError(f"Precision '{precision}' is for a GPU, with --device cuda; here {choose}.")
+        raise UsageError(f"Unknown precision '{precision}': {choose}.")
     if block is not None and (precision not in DEFAULT_BLOCKS or block not in VALID_BLOCKS):
         raise UsageError(
             f"Block size {block} does not go with precision '{precision}': int8 and int4 take "
@@ -93,8 +102,8 @@ def fused_matrices(weights: Weights, names: list[str], precision: str, block: in
 
 def quantize_matrix(weight: NDArray[np.float32], precision: str, block: int | None) -> Matrix:
     """`weight` f32 [N, K] in `precision`; a K that no block size divides stays in fp32."""
-    if precision == "fp32":
-        return FloatMatrix(weight)
+    if precision in FLOAT_PRECISIONS:
+        return FloatMatrix(weight)  # the data file rounds it
     columns = weight.shape[1]
     block = block or DEFAULT_BLOCKS[precision]
     while columns % block and block > VALID_BLOCKS[0]:

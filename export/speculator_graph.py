@@ -69,7 +69,9 @@ def build_medusa(config: MedusaConfig, parts: SpeculatorParts, file: WeightFile)
     return b.finish([*inputs.values(), *choice.values()], outputs, "medusa")
 
 
-def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -> ir.Model:
+def build_eagle(
+    config: EagleConfig, parts: SpeculatorParts, file: WeightFile, attention_floats: ir.DataType = _F32
+) -> ir.Model:
     """The graph of an EAGLE head: one decoder layer with a KV buffer of its own.
 
     Slot i of the buffer stands for position i of the text: it is written from the feature of the token there, or from
@@ -85,7 +87,8 @@ def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -
           max_total_length         i32 [1]: any bound on the length; the last dimension of the bias
           attention_bias           f32 [1, 1, n + m, max_total]: zeros for a chain, -inf where a node must not look
           rows                     i64 [r]: which of the n + m rows give logits
-          past_key, past_value     f32 [1, kv_heads, capacity, head_dim], bound to the same buffers as the outputs
+          past_key, past_value     [1, kv_heads, capacity, head_dim], bound to the same buffers as the outputs; of the
+                                   type that the attention computes in, `attention_floats`
     out   hidden                   f32 [n + m, hidden]
           present_key, present_value
     Besides the common inputs and outputs, with rows = r; the same for every layout. In "eagle1" the one tap is the last
@@ -104,8 +107,8 @@ def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -
         "max_total_length": (_I32, [1]),
         "attention_bias": (_F32, [1, 1, "positions", "max_total"]),
         "rows": (_I64, ["rows"]),
-        "past_key": (_F32, kv_shape),
-        "past_value": (_F32, kv_shape),
+        "past_key": (attention_floats, kv_shape),
+        "past_value": (attention_floats, kv_shape),
     }
     inputs = {name: _value(name, dtype, shape) for name, (dtype, shape) in specs.items()}
     choice = _choice_inputs(draft)
@@ -128,7 +131,7 @@ def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -
     else:
         residual = b.linear(b.op("Concat", [embedded, x], axis=-1), parts.linear("fc", "fc_bias"))
         attention_input = residual
-    attention, *presents = _attention(b, config, parts, attention_input, inputs)
+    attention, *presents = _attention(b, config, parts, attention_input, inputs, attention_floats)
     normed_x, residual = b.add_norm(
         b.linear(attention, parts.linear("output")), residual, b.weight(parts.vector("mlp_norm")), config.norm_epsilon
     )
@@ -144,7 +147,7 @@ def build_eagle(config: EagleConfig, parts: SpeculatorParts, file: WeightFile) -
     outputs = _choose(b, logits, choice, parts.vocabulary(), ["rows", draft])
     recycled = _named(b.op("Squeeze", [out, first]), "hidden", _F32, ["positions", hidden])
     for present, name in zip(presents, ("present_key", "present_value"), strict=True):
-        _named(present, name, _F32, kv_shape)
+        _named(present, name, attention_floats, kv_shape)
     return b.finish([*inputs.values(), *choice.values()], [*outputs, recycled, *presents], "eagle")
 
 
@@ -174,25 +177,38 @@ def _joined(b: GraphBuilder, parts: SpeculatorParts, embedded: ir.Value, x: ir.V
 
 
 def _attention(
-    b: GraphBuilder, config: EagleConfig, parts: SpeculatorParts, x: ir.Value, inputs: dict[str, ir.Value]
+    b: GraphBuilder,
+    config: EagleConfig,
+    parts: SpeculatorParts,
+    x: ir.Value,
+    inputs: dict[str, ir.Value],
+    floats: ir.DataType,
 ) -> list[ir.Value]:
-    """[attention output [1, positions, heads * head_dim], present key, present value]."""
+    """[attention output [1, positions, heads * head_dim], present key, present value].
+
+    floats: what the attention computes in; the CUDA provider has it for types of 16 bits alone.
+    """
+
+    def cast(value: ir.Value) -> ir.Value:
+        return value if floats == _F32 else b.op("Cast", [value], to=floats)
+
     cos, sin = parts.rotary(config)
     arguments: list[ir.Value | None] = [
-        b.linear(x, parts.linear("qkv", "qkv_bias")),
+        cast(b.linear(x, parts.linear("qkv", "qkv_bias"))),
         None,
         None,
         inputs["past_key"],
         inputs["past_value"],
         inputs["total_length_minus_one"],
         inputs["max_total_length"],
-        b.weight(cos),
-        b.weight(sin),
+        cast(b.weight(cos)),
+        cast(b.weight(sin)),
         inputs["position_ids"],
-        inputs["attention_bias"],
+        cast(inputs["attention_bias"]),
     ]
     sizes = {"num_heads": config.heads, "kv_num_heads": config.kv_heads}
-    return b.op_multi("GroupQueryAttention", arguments, 3, MICROSOFT, do_rotary=1, **sizes)
+    output, *presents = b.op_multi("GroupQueryAttention", arguments, 3, MICROSOFT, do_rotary=1, **sizes)
+    return [output if floats == _F32 else b.op("Cast", [output], to=_F32), *presents]
 
 
 def _choice_inputs(draft: int) -> dict[str, ir.Value]:

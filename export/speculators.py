@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from specrun.export.graph import build_target
@@ -165,19 +166,23 @@ def _write_graphs(folder: Path, bundle: Bundle, speculator: Speculator) -> Specu
     config, positions = speculator.config, bundle.manifest.kv.positions
     ends = read_target_ends(bundle)
     graphs = {}
-    with WeightFile(folder / DATA_FILE) as file:
+    # Beside a target for the CUDA provider a draft is of the same kind, and heads take an attention that is.
+    floats = ir.DataType[bundle.manifest.kv.dtype.upper().replace("FLOAT32", "FLOAT")]
+    drafts = isinstance(config, DraftConfig)
+    with WeightFile(folder / DATA_FILE, floats.numpy() if drafts else np.float32) as file:
         parts = SpeculatorParts(speculator, ends, file, positions)
+        cuda = floats != ir.DataType.FLOAT
         if isinstance(config, DraftConfig):
             stored = parts.draft(config)
             model = model_config(speculator, config, bundle.manifest.sizes.context)
             for graph, (name, ragged, requires) in _DRAFT_VARIANTS.items():
-                built = build_target(model, stored, file, ragged=ragged)
+                built = build_target(model, stored, file, ragged=ragged, trees=not cuda, dummy_row=not cuda)
                 graphs[graph] = _save(built, folder / name, requires, None if ragged else 1)
         else:
             built = (
                 build_medusa(config, parts, file)
                 if isinstance(config, MedusaConfig)
-                else build_eagle(config, parts, file)
+                else build_eagle(config, parts, file, floats)
             )
             graphs["speculator"] = _save(built, folder / "speculator.onnx", (), 1)
     if speculator.vocabulary is not None and speculator.draft_vocabulary < speculator.target.vocabulary:

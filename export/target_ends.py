@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from specrun.export.graph_builder import THETA
 from specrun.export.quantize import BlockMatrix, FloatMatrix, Matrix, quantize_matrix
 from specrun.models_cache.errors import IntegrityError
 from specrun.models_cache.layout import Bundle
@@ -86,16 +87,17 @@ def read_target_ends(bundle: Bundle) -> TargetEnds:
     spec = min(bundle.manifest.graphs.values(), key=lambda graph: graph.file)
     path = bundle.path / spec.file
     try:
-        graph = ir.load(path).graph
+        model = ir.load(path)
     except Exception as error:  # what onnx and protobuf raise has no common base
         raise IntegrityError(f"{path} is no ONNX graph ({type(error).__name__}); export the model again.") from error
     try:
+        graph = model.graph
         found = _Initializers(graph, bundle.path, spec.data)
         hidden = bundle.manifest.sizes.hidden
         embedding = found.matrix(_EMBEDDING, hidden)
         head = found.matrix(_HEAD, hidden) if any(name.startswith(_HEAD) for name in found.values) else embedding
         norm = np.array(found.array(_NORM), np.float32)
-        theta = found.rope_theta(bundle.manifest.sizes.head_dim)
+        theta = float(model.metadata_props.get(THETA, 0)) or found.rope_theta(bundle.manifest.sizes.head_dim)
         epsilon = next(
             node.attributes["epsilon"].as_float()
             for node in graph
@@ -155,11 +157,13 @@ class _Initializers:
             return FloatMatrix(self.array(f"{name}.weight"))
         # An embedding has the codes as flat rows, a head in blocks; a tied pair both, of the same bytes.
         packed = self.array(f"{name}.packed" if f"{name}.packed" in self.values else f"{name}.packed.flat")
-        scales = self.array(f"{name}.scales")
+        scales = np.asarray(self.array(f"{name}.scales"), np.float32)
         rows, blocks = scales.shape
         block = columns // blocks
         bits = packed.size * 8 // (rows * columns)
-        offsets = self.array(f"{name}.offsets").T if f"{name}.offsets" in self.values else None
+        offsets = None
+        if f"{name}.offsets" in self.values:
+            offsets = np.asarray(self.array(f"{name}.offsets"), np.float32).T
         return BlockMatrix(f"int{bits}", bits, block, packed.reshape(rows, blocks, block * bits // 8), scales, offsets)
 
 

@@ -14,6 +14,7 @@ from specrun.models_cache.progress import Progress
 
 # Positions that a run may hold past the context: the widest verify, padding and the dummy row.
 SPARE_POSITIONS = 320
+FLOAT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +154,6 @@ def store_matrix(file: WeightFile, name: str, matrix: Matrix) -> StoredMatrix:
             tensors["offsets"] = file.add(f"{name}.offsets", np.ascontiguousarray(matrix.offsets.T))
         return StoredMatrix(matrix.type_name, matrix.rows, matrix.columns, matrix.bits, matrix.block, tensors)
     rows, columns = matrix.weight.shape
-    return StoredMatrix(matrix.type_name, rows, columns, 32, 0, {"weight": file.add(f"{name}.weight", matrix.weight)})
+    return StoredMatrix(
+        FLOAT_NAMES[file.floats.name], rows, columns, 32, 0, {"weight": file.add(f"{name}.weight", matrix.weight)}
+    )

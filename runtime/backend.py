@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specrun.models_cache.errors import BackendError
+from specrun.runtime.device import CPU, CUDA_PROVIDER, GPU_HINT, GRAPHS_VARIABLE, Device, cuda_problem
 from specrun.runtime.forks import keep_over_forks
 
 INSTALL_HINT = "install it with `pip install 'specrun[cpu]'`, or `pip install 'specrun[gpu]'` for an NVIDIA GPU"
@@ -79,15 +80,20 @@ def threads_are_shared() -> bool:
     return _POOL.shared
 
 
-def create_session(path: Path, *, threads: int, device: str = "cpu", shared_cpu: bool = False) -> Any:
-    """An InferenceSession for the graph at `path`.
+def create_session(
+    model: Path | bytes, *, threads: int, device: Device = CPU, shared_cpu: bool = False, recorded: bool = False
+) -> Any:
+    """An InferenceSession for the graph at a path, or in the bytes of a file.
+
+    recorded: its runs may be recorded as CUDA graphs, each under the number that `run_options` gives it.
 
     `shared_cpu`: another session runs in turn on the same cores, so idle threads must not spin between runs, unless
     both have the same threads (`share_threads`).
     """
     ort = onnxruntime()
-    if device != "cpu":
-        raise BackendError(f"Device '{device}' is not supported yet: use --device cpu.")
+    problem = cuda_problem() if device.kind == "cuda" else None
+    if problem is not None:
+        raise BackendError(problem)
     options = ort.SessionOptions()
     options.log_severity_level = 3
     if _POOL.shared:
@@ -98,12 +104,33 @@ def create_session(path: Path, *, threads: int, device: str = "cpu", shared_cpu:
         options.inter_op_num_threads = 1
     if shared_cpu and not _POOL.shared:
         options.add_session_config_entry("session.force_spinning_stop", "1")
+    name = model.name if isinstance(model, Path) else "a graph of specrun's own"
+    source = os.fspath(model) if isinstance(model, Path) else model
     try:
-        session = ort.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(source, options, providers=device.providers(recorded=recorded))
     except Exception as error:  # onnxruntime raises classes of its own without a common base
-        raise BackendError(f"ONNX Runtime {ort.__version__} refused {path.name}: {first_line(error)}") from error
+        raise BackendError(f"ONNX Runtime {ort.__version__} refused {name}: {first_line(error)}") from error
+    if device.kind == "cuda" and CUDA_PROVIDER not in session.get_providers():
+        # Without a word to the caller it falls back to the processor.
+        raise BackendError(
+            f"ONNX Runtime {ort.__version__} could not begin on {device.name}, for the reason that it gives above: "
+            f"{GPU_HINT}, or choose --device cpu."
+        )
     keep_over_forks(session)
     return session
+
+
+@functools.cache
+def run_options(number: int) -> Any:
+    """The options of a run that is recorded as CUDA graph `number` and then replayed; None for a run that is not.
+
+    Where no session records, ONNX Runtime ignores the number.
+    """
+    if number < 0 and os.environ.get(GRAPHS_VARIABLE) != "1":
+        return None
+    options = onnxruntime().RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(number))
+    return options
 
 
 def _take_pool(ort: Any, threads: int) -> None:

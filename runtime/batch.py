@@ -16,6 +16,7 @@ from specrun.runtime.batching.batch_size import choose_batch_size, memory_for_ro
 from specrun.runtime.batching.batch_stats import BatchStats
 from specrun.runtime.batching.scheduler import Finished, Incoming, Scheduler
 from specrun.runtime.engine import Engine, Prompt
+from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.request import request_options
 from specrun.runtime.result import Result
 from specrun.runtime.running import RESERVED_TOKENS, Running
@@ -65,13 +66,12 @@ class BatchEngine:
             raise UsageError(f"The batch size must be between 1 and {MOST_ROWS}, not {batch_size}.")
         self._engine = engine
         self._costs = BatchCosts(engine.calibration)
-        self._memory = None if batch_size is not None else memory_for_rows()
+        self._memory = None if batch_size is not None else memory_for_rows(engine.device)
         if not engine.target.ragged:
             batch_size = 1
         elif batch_size is None:
-            sizes = engine.bundle.manifest.sizes
             positions = min(engine.context, USUAL_PROMPT + RESERVED_TOKENS)
-            row_bytes = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * 4 * positions
+            row_bytes = KVShape.of_bundle(engine.bundle).kv_bytes(positions)
             batch_size = choose_batch_size(self._costs, row_bytes, self._memory)
         self._stats = BatchStats(batch_size)
         self._answers: Generator[Finished] | None = None
@@ -131,7 +131,7 @@ class BatchEngine:
                 options = request_options(**request.options)
                 options = replace(options, method=batch_method(self._engine, options.method))
                 prompt = self._engine.encode(request.prompt, system=options.system, raw=options.raw)
-                yield request.index, Running(self._engine, options, prompt)
+                yield request.index, Running(self._engine, options, prompt, batched=True)
             except SpecrunError as error:
                 yield request.index, error
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.runtime.acceptance import OPEN, NodeStep, accept_tree, choose_child, sampled_children
+from specrun.runtime.acceptance import OPEN, NodeStep, Outcome, accept_tree, choose_child, sampled_children
+from specrun.runtime.device_rows import DeviceLogits, Logits
 from specrun.runtime.grammar import Matcher
 from specrun.runtime.options import GenerationOptions
 from specrun.runtime.position_noise import PositionNoise
@@ -27,6 +29,8 @@ from specrun.runtime.sampling import (
     top_logprobs,
 )
 from specrun.runtime.side_branches import Decision, settle
+
+MOST_CANDIDATES: Final = 1024  # of a row that come from a device one by one
 
 
 class Chooser:
@@ -71,13 +75,22 @@ class Chooser:
         """Whether tokens of side branches are committed in their own round, where they win clearly."""
         return self._margin is not None
 
-    def decide(
-        self, proposal: Proposal, logits: NDArray[np.float32], committed: int, *, exact_cache: bool = True
-    ) -> Decision:
+    def decide(self, proposal: Proposal, logits: Logits, committed: int, *, exact_cache: bool = True) -> Decision:
         """Judge a proposal by logits f32 [nodes + 1, V]; row 0 decides the token at position `committed`.
 
         exact_cache: the cache had plain decoding's bits before this run, so the rows of the main branch have them too.
+        Logits on a device are judged there, where the rule is a plain one.
         """
+        if isinstance(logits, DeviceLogits):
+            whole = self._margin is None or (exact_cache and proposal.main_length == len(proposal))
+            outcome = self._judged(proposal, logits, committed) if whole else None
+            if outcome is not None:
+                ended = bool(outcome.path) and outcome.next_token is None
+                return settle(proposal, outcome, whole=self._margin is not None, rows=[], ended=ended)
+            # Under top-k nothing else of a row is looked at, and a penalty would have to come before.
+            few = 0 < self._sampling.top_k <= MOST_CANDIDATES and not self._sampling.penalised
+            few = few and self._options.logprobs is None and self._grammar is None and self._banned(committed) is None
+            logits = logits.best(self._sampling.top_k, self._tokens) if few else np.asarray(logits)
         exact = proposal.main_length if exact_cache else -1
         drafts: list[int] = []
         rows: list[Distribution] = []
@@ -100,6 +113,39 @@ class Chooser:
         outcome = accept_tree(proposal, step, self._ends)
         ended = bool(drafts) and drafts[-1] in self._ends
         return settle(proposal, outcome, whole=self._margin is not None, rows=rows, ended=ended)
+
+    def _judged(self, proposal: Proposal, logits: DeviceLogits, committed: int) -> Outcome | None:
+        """What the device decides; None where it cannot, and the rows must come to the host.
+
+        It can for greedy decoding, and for a point-mass proposal under the rejection rule without filters or penalties;
+        not where ids are banned.
+        """
+        plain = self._grammar is None and self._banned(committed) is None
+        if not plain or self._options.logprobs is not None:
+            return None
+        if self._plain_greedy:
+            verdict = logits.greedy(proposal, self._tokens)
+        elif (
+            self._stream is not None
+            and proposal.q is None
+            and not (self._sampling.filtered or self._sampling.penalised)
+        ):
+            uniforms = self._stream.ahead(len(proposal) + 1)
+            verdict = logits.drawn(proposal, self._tokens, self._sampling.temperature, uniforms)
+        else:
+            return None
+        path: tuple[int, ...] = ()
+        for node in verdict.path:
+            path = (*path, node)
+            if proposal.tokens[node] in self._ends:
+                break
+        ended = bool(path) and proposal.tokens[path[-1]] in self._ends
+        if self._stream is not None:
+            self._stream.skip(len(path) + (not ended))
+        if ended:
+            return Outcome(path, None, None)
+        last = path[-1] if path else -1
+        return Outcome(path, verdict.next_token, "correction" if proposal.children(last) else "bonus")
 
     def _wins(
         self, row: NDArray[np.float32], p: Distribution | None, position: int, choice: int, mask: Mask | None
@@ -127,7 +173,7 @@ class Chooser:
             return choose_child(children, sample(p, stream.uniform()))
         return sampled_children(p, proposal.q[nodes[0]], children, stream, tokens=self._tokens)
 
-    def first(self, logits: NDArray[np.float32], committed: int) -> int:
+    def first(self, logits: Logits, committed: int) -> int:
         """The token that follows the prompt, from the prefill's logits f32 [1, V]."""
         return self.decide(EMPTY, logits, committed).tokens[0]
 
@@ -185,7 +231,7 @@ class Chooser:
                 self._counts.push(token)
             self._counted += len(tokens)
 
-    def token(self, token: int, source: Source, logits: NDArray[np.float32], row: int) -> Token:
+    def token(self, token: int, source: Source, logits: Logits, row: int) -> Token:
         """A token that a row of logits f32 [rows, V] decided, with log-probabilities if the request asks for them."""
         if self._options.logprobs is None:
             return Token(token, source)

@@ -15,6 +15,7 @@ from specrun.models_cache.layout import Bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chooser import Chooser
+from specrun.runtime.device import Device, draft_device
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.head_estimate import HeadEstimate, estimates
 from specrun.runtime.heads import HEAD_METHODS, Heads
@@ -28,7 +29,7 @@ from specrun.runtime.proposers.lookahead import LookaheadProposer
 from specrun.runtime.proposers.offered import OfferedNgrams
 from specrun.runtime.request import METHODS, Request
 from specrun.runtime.round_costs import RoundCosts
-from specrun.runtime.session import ModelSession, session_opener
+from specrun.runtime.session import TREES, ModelSession, session_opener
 from specrun.runtime.tree_planner import Planning
 from specrun.runtime.tree_shape import SIDE_VALUE_MARGIN, SIDE_VALUE_REVERIFY
 from specrun.runtime.tuning import UNTUNED, Tuning
@@ -58,10 +59,12 @@ class Drafting:
         bundle: Bundle,
         draft: Bundle | InstalledSpeculator | None,
         threads: int,
-        device: str,
+        device: Device,
         tuning: Tuning = UNTUNED,
+        context: int | None = None,
     ) -> None:
         self._bundle = bundle
+        self._context = context
         self._threads, self._device = threads, device
         self.draft: ModelSession | None = None
         self.draft_tokens: list[int] = []  # what the draft's KV buffers hold
@@ -270,12 +273,15 @@ class Drafting:
         return draft_method.DraftProposer(draft.session, reader, planner, estimate, self.draft_tokens)
 
     def _load_draft(self, draft: Bundle, threads: int) -> None:
-        open_draft = session_opener(draft, threads, self._device, shared_cpu=True)
-        self._draft_calibration = calibrate(draft, threads, open_draft)
+        device = draft_device(self._device, draft)
+        open_draft = session_opener(draft, threads, device, shared_cpu=True, context=self._context)
+        self._draft_calibration = calibrate(draft, threads, open_draft, device=device)
         self.draft = open_draft(1, self._draft_calibration.rule)
 
     def _side_value(self, chooser: Chooser) -> float:
         """What side branches of a token tree are worth under the policy of this request."""
         if self._bundle.manifest.kv.window is not None:
             return 0.0
+        if TREES in self._bundle.manifest.graphs and not chooser.commits_side_branches:
+            return 0.0  # nothing of a tree's run would be exact
         return SIDE_VALUE_MARGIN if chooser.commits_side_branches else SIDE_VALUE_REVERIFY

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,30 +25,27 @@ from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chat import ChatSession
 from specrun.runtime.chat_template import encode_chat
 from specrun.runtime.chooser import Chooser
+from specrun.runtime.device import Device, find_device
 from specrun.runtime.drafting import Drafting
 from specrun.runtime.forks import require_own_process
 from specrun.runtime.grammar import Grammars
 from specrun.runtime.heads import find_draft
 from specrun.runtime.kv_cache import shared_prefix
-from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.predicted_text import PredictedText
 from specrun.runtime.prompt_size import beginning, require_possible
 from specrun.runtime.proposal import Proposer, TakesLogits
 from specrun.runtime.proposers.within_grammar import WithinGrammar
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Memory, Result
-from specrun.runtime.round_costs import RoundCosts
+from specrun.runtime.round_costs import costs_of
 from specrun.runtime.session import session_opener
-from specrun.runtime.side_branches import MARGIN
+from specrun.runtime.side_branches import MARGIN, tree_margin
 from specrun.runtime.stream import Stream
 from specrun.runtime.tokenizer import Tokenizer
 from specrun.runtime.tuning import Tuning, load_tuning
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
-
-STEEPEST: Final = 8.0
-"""How many times the time a byte of weights takes a byte of KV may take: attention reads it less evenly."""
 
 
 class Engine(BestOfCalls):
@@ -65,7 +62,7 @@ class Engine(BestOfCalls):
         *,
         draft: Bundle | InstalledSpeculator | None = None,
         threads: int | None = None,
-        device: str = "cpu",
+        device: str | Device = "auto",
         context: int | None = None,
     ) -> None:
         start = time.perf_counter()
@@ -75,18 +72,21 @@ class Engine(BestOfCalls):
             raise UsageError(f"context must be 2 or more, not {context}.")
         manifest = bundle.manifest
         self.bundle = bundle
-        self.threads, self.device = threads or default_threads(), device
+        self.threads = threads or default_threads()
         self.context = min(context or manifest.sizes.context, manifest.sizes.context)
         self.tokenizer = Tokenizer.from_bundle(bundle)
         self.grammars = Grammars(self.tokenizer)
         if isinstance(draft, Bundle):
             self.tokenizer.require_same_vocabulary(Tokenizer.from_bundle(draft))
-        self._open_session = session_opener(bundle, self.threads, device, shared_cpu=isinstance(draft, Bundle))
-        self.calibration = calibrate(bundle, self.threads, self._open_session)
+        self.device = find_device(device, manifest)
+        self._open_session = session_opener(
+            bundle, self.threads, self.device, shared_cpu=isinstance(draft, Bundle), context=self.context
+        )
+        self.calibration = calibrate(bundle, self.threads, self._open_session, device=self.device)
         self.target = self._open_session(1, self.calibration.rule)
-        self.tuning = load_tuning(bundle, self.threads)
+        self.tuning = load_tuning(bundle, self.threads, self.device)
         self._begin_costs()
-        self.drafting = Drafting(bundle, draft, self.threads, device, self.tuning)
+        self.drafting = Drafting(bundle, draft, self.threads, self.device, self.tuning, self.context)
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._lock = threading.Lock()
@@ -104,14 +104,15 @@ class Engine(BestOfCalls):
         *,
         draft: str | Path | None = None,
         threads: int | None = None,
-        device: str = "cpu",
+        device: str | Device = "auto",
         context: int | None = None,
     ) -> Engine:
         """Load a bundle by name or path.
 
         draft: a speculator of the bundle, by its name or folder, or a draft model with the same tokenizer. It decides
         the default method; a bundle's other speculators serve requests that name their method. A speculator is loaded
-        by the first request that needs it. context: use at most so many positions. Raises ModelNotFoundError,
+        by the first request that needs it. device: "cpu", "cuda", "cuda:1", or "auto": a GPU for a bundle that was
+        exported for one, where there is one. context: use at most so many positions. Raises ModelNotFoundError,
         VocabularyMismatchError, BackendError, and ManifestError or IntegrityError for a damaged bundle.
         """
         bundle = find_bundle(model)
@@ -212,6 +213,8 @@ class Engine(BestOfCalls):
     @property
     def margin(self) -> float | None:
         """How clearly a choice must win on a side branch of a token tree to be trusted; None: it is verified again."""
+        if not self.target.trees_exact:
+            return tree_margin(self.target.tree_bound)
         return MARGIN if set(self.bundle.manifest.precision.values()) == {"fp32"} else None
 
     def load_ngrams(self, path: Path) -> None:
@@ -233,7 +236,7 @@ class Engine(BestOfCalls):
     def recalibrate(self) -> Calibration:
         """Probe this machine's widths anew and go by what is found."""
         with self._exclusive():
-            self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True)
+            self.calibration = calibrate(self.bundle, self.threads, self._open_session, force=True, device=self.device)
             self.target.width_rule = self.calibration.rule
             self._begin_costs()
         return self.calibration
@@ -260,7 +263,7 @@ class Engine(BestOfCalls):
             raise UsageError(f"There is no token {unknown[0]}: the ids go from 0 to {real - 1}.")
         with self._exclusive():
             shared = self.prepare(tokens, len(tokens) + 1)
-            row: NDArray[np.float32] = self.target.prefill(tokens[shared:])[0].copy()
+            row = np.array(self.target.prefill(tokens[shared:])[0])
             self._target_tokens = list(tokens)
         return row
 
@@ -384,12 +387,9 @@ class Engine(BestOfCalls):
         self.drafting.finish(request, committed, drafted=drafted)
 
     def _begin_costs(self) -> None:
-        """Costs as calibrated and tuned. A run reads the weights once, and of each token of text its KV."""
-        plain = self.calibration.cost(1)
-        read = KVShape.of_bundle(self.bundle).kv_bytes(1) / max(1, self.bundle.weights_bytes)
-        self._costs = self.target.costs = RoundCosts(
-            self.calibration.cost, self.tuning.beyond, steepest=STEEPEST * read * plain
-        )
+        """Costs as calibrated and tuned, and the bound of trees."""
+        self.target.tree_bound = self.calibration.tree_bound
+        self._costs = self.target.costs = costs_of(self.bundle, self.calibration.cost, self.tuning.beyond)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

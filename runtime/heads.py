@@ -14,6 +14,7 @@ from specrun.models_cache.errors import ModelNotFoundError, UnsupportedModelErro
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator, find_speculator, scan_speculators, speculators_dir
 from specrun.runtime.backend import create_session, threads_are_shared
+from specrun.runtime.device import Device
 from specrun.runtime.feature_rows import Columns, pick_columns
 from specrun.runtime.head_estimate import HeadEstimate, Learnt, estimates
 from specrun.runtime.head_sampling import HeadSampling
@@ -79,7 +80,7 @@ class Heads:
         self,
         bundle: Bundle,
         threads: int,
-        device: str,
+        device: Device,
         chosen: InstalledSpeculator | None = None,
         tuning: Tuning = UNTUNED,
     ) -> None:
@@ -240,6 +241,7 @@ class Heads:
                 heads=sizes.depth,
                 feature_width=width,
                 draft_vocabulary=sizes.draft_vocabulary,
+                device=self._device,
             )
             costs = EagleCosts(session.measure(), ())
         else:
@@ -252,6 +254,7 @@ class Heads:
                 head_dim=sizes.head_dim,
                 draft_vocabulary=sizes.draft_vocabulary,
                 positions=sizes.positions,
+                device=self._device,
             )
             costs = EagleCosts(*session.measure())
         ids = speculator.vocabulary()

@@ -6,14 +6,17 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.cost_model import kv_bytes
 
 FP16_BYTES: Final = 2
+
+
+def value_bytes(dtype: str) -> int:
+    """Bytes of a key's or value's number, by the type's name in a manifest."""
+    return 4 if dtype == "float32" else FP16_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class KVShape:
     def of_bundle(cls, bundle: Bundle) -> KVShape:
         """The buffers of a bundle."""
         manifest, sizes = bundle.manifest, bundle.manifest.sizes
-        value = np.dtype(manifest.kv.dtype).itemsize
+        value = value_bytes(manifest.kv.dtype)
         return cls(manifest.name, sizes.layers, sizes.kv_heads, sizes.head_dim, value)
 
     @classmethod
@@ -55,7 +58,7 @@ class KVShape:
         if drafting is None or isinstance(drafting, Bundle):
             return cls.of_bundle(drafting) if drafting is not None else None
         sizes = drafting.manifest.sizes
-        value = np.dtype(bundle.manifest.kv.dtype).itemsize
+        value = value_bytes(bundle.manifest.kv.dtype)
         return cls(drafting.name, sizes.layers, sizes.kv_heads, sizes.head_dim, value)
 
 

@@ -78,7 +78,7 @@ def speculate(
     chooser.commit([token])
     yield [chooser.token(token, "prefill", logits, 0)]
 
-    carried, exact = EMPTY, target.length
+    carried, exact, reopened = EMPTY, target.length, False
     watching: TakesLogits | None = proposer if isinstance(proposer, TakesLogits) else None
     try:
         while len(committed) < limits.length and committed[-1] not in limits.eos:
@@ -90,7 +90,9 @@ def speculate(
                 context = [*committed, *carried.tokens] if head else committed
                 proposal = proposer.propose(context, limits.depth(length) - head).behind(carried)
             if proposal.parents is not None:
-                proposal = proposal.first(max(proposal.main_length, target.tree_room(length)))
+                # Where a tree makes no row exact it is of use only where choices win clearly, not after an open one.
+                useful = target.trees_exact or (chooser.commits_side_branches and not reopened)
+                proposal = proposal.first(max(proposal.main_length, target.tree_room(length) if useful else 0))
             proposed = time.perf_counter()
 
             # verify
@@ -100,7 +102,8 @@ def speculate(
             verified = time.perf_counter()
 
             # accept
-            decision = chooser.decide(proposal, logits, length, exact_cache=exact == held)
+            exact_run = proposal.parents is None or target.trees_exact
+            decision = chooser.decide(proposal, logits, length, exact_cache=exact == held and exact_run)
             tokens, path, main = decision.tokens, decision.path, decision.main
 
             # commit
@@ -118,9 +121,10 @@ def speculate(
             # rewind
             kept = path[: len(tokens) - 1]
             target.keep_path(length, kept)
-            if exact == held:
+            if exact == held and exact_run:
                 exact = length + min(main, len(kept))
-            if decision.open:
+            reopened = decision.open
+            if reopened:
                 target.rewind_to(exact)
             if proposer is not None:
                 own = tuple([node - head for node in path if node >= head]) if head else path

@@ -8,6 +8,7 @@ from specrun.models_cache.layout import Bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.calibration import calibrate
 from specrun.runtime.cost_model import equivalent_alpha
+from specrun.runtime.device import Device, draft_device
 from specrun.runtime.draft_length import MAX_DRAFT_LENGTH
 from specrun.runtime.engine import Engine
 from specrun.runtime.heads import HEAD_METHODS, Heads
@@ -55,12 +56,14 @@ NGRAM = DraftCosts("ngram", "ngram", 0.0, 0.0)
 
 
 def measured_costs(
-    engine: Engine, drafting: Bundle | InstalledSpeculator | None = None, *, device: str = "cpu"
+    engine: Engine, drafting: Bundle | InstalledSpeculator | None = None, *, device: Device | None = None
 ) -> MeasuredCosts:
     """The kept calibration of an engine, and the costs of what drafts for it: n-grams if nothing is given.
 
-    A head is loaded and timed (well under a second), a draft model calibrated unless that is kept.
+    A head is loaded and timed (well under a second), a draft model calibrated unless that is kept. device: by default
+    the engine's.
     """
+    device = device or engine.device
     calibration = engine.calibration
     step = calibration.cost(1)
     return MeasuredCosts(
@@ -72,7 +75,9 @@ def measured_costs(
     )
 
 
-def _draft_costs(engine: Engine, drafting: Bundle | InstalledSpeculator | None, step: float, device: str) -> DraftCosts:
+def _draft_costs(
+    engine: Engine, drafting: Bundle | InstalledSpeculator | None, step: float, device: Device
+) -> DraftCosts:
     if drafting is None:
         return NGRAM
     if isinstance(drafting, Bundle):
@@ -92,6 +97,7 @@ def _draft_costs(engine: Engine, drafting: Bundle | InstalledSpeculator | None, 
     return DraftCosts(manifest.name, manifest.method, first / step, further / step, acceptance, most)
 
 
-def _model_seconds(draft: Bundle, threads: int, device: str) -> float:
+def _model_seconds(draft: Bundle, threads: int, device: Device) -> float:
     """Seconds of a step of a draft model, as `Engine` calibrates it."""
-    return calibrate(draft, threads, session_opener(draft, threads, device, shared_cpu=True)).cost(1)
+    device = draft_device(device, draft)
+    return calibrate(draft, threads, session_opener(draft, threads, device, shared_cpu=True), device=device).cost(1)

@@ -41,7 +41,7 @@ def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 def read_array(
     archive: zipfile.ZipFile,
     name: str,
-    dtype: type[np.generic],
+    dtype: type[np.generic] | np.dtype[Any],
     shape: tuple[int | None, ...],
     *,
     most: int | None = None,

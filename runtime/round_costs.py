@@ -6,6 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Final
 
+from specrun.models_cache.layout import Bundle
+from specrun.runtime.kv_shape import KVShape
+
+STEEPEST: Final = 8.0
+"""How many times the time a byte of weights takes a byte of KV may take: attention reads it less evenly."""
 _MEMORY: Final = 0.99  # weight of a run against the one after it
 _CAUTION: Final = 8 * 256.0**2  # the first runs count for little: their weight is this much without a residual
 _MOST: Final = 4.0  # a run that took so many times what the table says was disturbed: it counts as that many
@@ -69,3 +74,9 @@ class RoundCosts:
         """After its run a round took so long."""
         rest = min(seconds, _MOST_REST * self._table(1))
         self._rest = rest if not self._rest else _REST_MEMORY * self._rest + (1.0 - _REST_MEMORY) * rest
+
+
+def costs_of(bundle: Bundle, table: Callable[[int], float], slope: float) -> RoundCosts:
+    """The costs of a bundle's runs: each reads the weights once, and of each token of text its KV."""
+    read = KVShape.of_bundle(bundle).kv_bytes(1) / max(1, bundle.weights_bytes)
+    return RoundCosts(table, slope, steepest=STEEPEST * read * table(1))

@@ -59,8 +59,17 @@ class Place(Protocol):
 class Running:
     """What runs a request. Raises UsageError or ContextLengthError for a prompt that cannot be."""
 
-    def __init__(self, engine: Engine, request: Request, prompt_tokens: list[int], wrap: Wrap | None = None) -> None:
-        """request: its method is resolved. wrap: as for `Stream`."""
+    def __init__(
+        self,
+        engine: Engine,
+        request: Request,
+        prompt_tokens: list[int],
+        wrap: Wrap | None = None,
+        *,
+        batched: bool = False,
+    ) -> None:
+        """request: its method is resolved. wrap: as for `Stream`. batched: it runs as a row among others."""
+        self._batched = batched
         self.cancelled = threading.Event()
         self.done = False
         self.memory: Memory = engine.memory()
@@ -98,13 +107,15 @@ class Running:
         """What there is so far."""
         engine, sampling = self._engine, self.request.options.sampling
         drawn = sampling.mode == "rejection" and not sampling.greedy
+        calibration = engine.calibration
+        exactness = calibration.batch_exactness if self._batched else calibration.exactness
         return Result(
             text="".join(self._text),
             token_ids=tuple(token.id for token in self._tokens),
             finish_reason=self._finish,
             model=engine.bundle.manifest.name,
             method=str(self.request.method),
-            exactness="distribution" if drawn else engine.calibration.exactness,
+            exactness="distribution" if drawn else exactness,
             seed=None if sampling.greedy else sampling.seed,
             usage=Usage(len(self.prompt_tokens), len(self._tokens), self._cached_tokens),
             timings=Timings(engine.load_s, self._prefill_s, self._decode_s),

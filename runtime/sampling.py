@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from specrun.models_cache.errors import BackendError, UsageError
 from specrun.runtime.options import SamplingOptions
+from specrun.runtime.random_stream import RandomStream
 
 __all__ = [
     "Distribution",
@@ -41,7 +42,6 @@ Floats = npt.NDArray[np.float64]
 Noise = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.uint64]]
 
 _WORD: Final = 64
-_LANE_STREAM: Final = 1 << 3 * _WORD
 _UNIT: Final = 2.0**-53
 _LARGEST: Final = float(np.finfo(np.float32).max)
 _CHUNK: Final = 8192  # small enough for the processor's cache and for malloc to reuse
@@ -356,17 +356,6 @@ def sample(distribution: Distribution, uniform: float) -> int:
     sums = distribution.probs.cumsum()
     at = int(sums.searchsorted(uniform * sums[-1], side="right"))
     return int(distribution.ids[min(at, sums.size - 1)])
-
-
-class RandomStream:
-    """Uniform numbers in [0, 1) for the rejection mode, the same for the same (seed, sample index)."""
-
-    def __init__(self, seed: int, sample_index: int = 0) -> None:
-        self._generator = np.random.Philox(counter=_LANE_STREAM, key=seed | sample_index << _WORD)
-
-    def uniform(self) -> float:
-        """The next number."""
-        return (int(self._generator.random_raw()) >> 11) * _UNIT
 
 
 def _log_normaliser(row: npt.NDArray[np.float32]) -> tuple[int, float, float]:

@@ -6,41 +6,41 @@ bound is bound once per width, so a run only rewrites a few small arrays in plac
 
 from __future__ import annotations
 
-import math
+import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.models_cache.errors import BackendError, ContextLengthError, ManifestError
+from specrun.models_cache.errors import BackendError, ContextLengthError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import GraphSpec
-from specrun.runtime.backend import build_features, create_session, first_line, onnxruntime
+from specrun.runtime.backend import build_features, create_session, first_line
+from specrun.runtime.device import CPU, Device, has_room, require_memory
+from specrun.runtime.device_buffers import BATCH_STEP, HOST_TYPES, DeviceBuffers, buffers_of
+from specrun.runtime.device_rows import DeviceLogits, Logits
+from specrun.runtime.frames import Frame, FrameShape
+from specrun.runtime.graph_check import check_graph
 from specrun.runtime.kv_cache import KVCache
+from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.proposal import MAX_NODES
 from specrun.runtime.round_costs import RoundCosts
+from specrun.runtime.width_rule import WidthRule
+
+__all__ = ["PREFILL_CHUNK", "TREES", "BatchLogits", "ModelSession", "WidthRule", "choose_graph", "session_opener"]
 
 PREFILL_CHUNK = 256
 SPARE = 8  # positions that a run may need beyond its tokens: the dummy row, and those that fill a width
 WIDEST_BARE = 16  # the widest run without a dummy row; calibration probes them all
 MAX_FRAMES = 48
+TREES = "target_tree"  # the graph for token trees, in bundles whose other graphs run chains only
+PROBED_ROWS = 3  # of a batch that calibration runs
+WIDE_STEP = 64  # where there is no dummy row, wide runs have multiples of it, so that few widths are bound
 
-
-@dataclass(frozen=True, slots=True)
-class WidthRule:
-    """At which widths rows of a run are bit-equal on this machine: `multiple` of positions, rows and logit rows.
-
-    `exact` is False where the probe found no rule; then results are equal only up to rounding. `padded` False is the
-    baseline of `bench`: every run at its natural width, the attention's lone-row kernel included.
-    """
-
-    multiple: int = 1
-    exact: bool = True
-    padded: bool = True
+BatchLogits = NDArray[np.float32] | Sequence[Logits]  # of each row of a batch
 
 
 class ModelSession:
@@ -54,8 +54,15 @@ class ModelSession:
         width_rule: WidthRule | None = None,
         batch: int = 1,
         cache: KVCache | None = None,
+        device: Device = CPU,
+        positions: int | None = None,
+        open_trees: Callable[[], Any] | None = None,
     ) -> None:
-        """cache: buffers that are there already, for the batch that they have; else new ones."""
+        """cache: buffers that are there already, for the batch that they have; else new ones.
+
+        open_trees: gives the session of the graph for token trees, where the other runs chains only; it is asked when
+        the first tree is run. positions: the most that a row may have, spare ones included; by default all of them.
+        """
         batch = batch if cache is None else cache.batch
         graph = choose_graph(bundle)
         sizes = bundle.manifest.sizes
@@ -67,24 +74,36 @@ class ModelSession:
         self.sizes = sizes
         self.ragged = graph.max_batch is None
         self.width_rule = width_rule or WidthRule()
+        self.device = device
+        self.positions = min(positions or bundle.manifest.kv.positions, bundle.manifest.kv.positions)
         self._onnx_session = onnx_session
+        self._open_trees = open_trees
         self._output_names = check_graph(bundle, onnx_session)
+        self._inputs = frozenset(value.name for value in onnx_session.get_inputs())
+        self.trees_exact = "attention_bias" in self._inputs
+        self.tree_bound: float | None = None
         self._qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         spec = bundle.manifest.features
         self._feature_width = 0 if spec is None else len(spec.taps) * sizes.hidden
+        self._dtype = bundle.manifest.kv.dtype
+        self._buffers = buffers_of(device)
         self.cache = cache or KVCache(
             layers=sizes.layers,
             kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
             capacity=1,
-            limit=bundle.manifest.kv.positions,
+            limit=self.positions,
             batch=batch,
+            dtype=self._dtype,
+            buffers=self._buffers,
         )
-        self._frames: OrderedDict[tuple[int, int, int], Frame] = OrderedDict()
-        self._bias = np.zeros(0, np.float32)
-        self._outputs: dict[str, NDArray[np.float32]] = {}
+        self._frames: OrderedDict[tuple[bool, FrameShape], Frame] = OrderedDict()
+        self._numbers = 0  # of frames whose runs are recorded
+        self._bias = np.zeros(0, HOST_TYPES[self._dtype])
+        self._outputs: dict[Any, Any] = {}
         self._last: tuple[Frame, int] | None = None
-        self._planted: NDArray[np.float32] | None = None  # the part of the bias that is not 0: a tree of the last run
+        self._joined: NDArray[np.float32] | None = None  # features of a run that took several, or came from a device
+        self._planted: NDArray[Any] | None = None  # the part of the bias that is not 0: a tree of the last run
         self.onnx_seconds = 0.0
         self.costs: RoundCosts | None = None  # which learn from the runs of one row
 
@@ -101,15 +120,17 @@ class ModelSession:
         """
         if self._last is None:
             return np.empty((0, self._feature_width), np.float32)
-        frame, count = self._last
-        return frame.features[0, :count]
+        features: NDArray[np.float32] = self.batch_features[0, : self._last[1]]
+        return features
 
     @property
     def batch_features(self) -> NDArray[np.float32]:
         """Features f32 [batch, positions, taps x hidden] of the last run, padding included; a view like `features`."""
         if self._last is None:
             return np.empty((self.cache.batch, 0, self._feature_width), np.float32)
-        return self._last[0].features
+        if self._joined is None and self._buffers.resident:  # once, as every row of a batch asks for them
+            self._joined = self._buffers.read(self._last[0].features)
+        return self._buffers.read(self._last[0].features) if self._joined is None else self._joined
 
     def tree_room(self, length: int) -> int:
         """The most nodes that a token tree may have behind `length` tokens; 0: only its main branch can be run.
@@ -117,11 +138,36 @@ class ModelSession:
         A sliding window counts slots of the cache, and of the branches of a tree only one has its tokens in a row.
         """
         kv = self.bundle.manifest.kv
-        return 0 if kv.window is not None else min(MAX_NODES, kv.positions - length - SPARE)
+        allowed = self.trees_exact or (self.may_run_trees and self.tree_bound is not None)
+        if kv.window is not None or not allowed:
+            return 0
+        return min(MAX_NODES, self.positions - length - self.spare)
+
+    @property
+    def may_run_trees(self) -> bool:
+        """Whether there is a graph for trees alone, and room for it."""
+        return self._open_trees is not None and not self.trees_exact
+
+    @property
+    def spare(self) -> int:
+        """Positions that a run may need beyond its tokens."""
+        return max(SPARE, self.width_rule.multiple)
+
+    def new_cache(self, batch: int) -> KVCache:
+        """Buffers for so many rows of this model, where those of this session are."""
+        return self.cache.another(batch, self.positions)
 
     def over(self, cache: KVCache) -> ModelSession:
         """Another session of the same graph and width rule, over these buffers."""
-        return ModelSession(self.bundle, self._onnx_session, width_rule=self.width_rule, cache=cache)
+        return ModelSession(
+            self.bundle,
+            self._onnx_session,
+            width_rule=self.width_rule,
+            cache=cache,
+            device=self.device,
+            positions=self.positions,
+            open_trees=self._open_trees,
+        )
 
     def rewind_to(self, length: int) -> None:
         """Keep the first `length` positions of row 0."""
@@ -133,7 +179,7 @@ class ModelSession:
 
     def reserve(self, length: int) -> None:
         """Make room for `length` positions a row, as far as the model has them."""
-        if self.cache.reserve(min(length, self.bundle.manifest.kv.positions)):
+        if self.cache.reserve(min(length, self.positions)):
             self._frames.clear()  # they are bound to the buffers of before
 
     def fit(self, length: int) -> None:
@@ -148,18 +194,18 @@ class ModelSession:
         self._outputs.clear()
         self._last = self._planted = None
         self.cache.close()
-        self._onnx_session = None
+        self._onnx_session = self._open_trees = None
 
     def note_rest(self, seconds: float) -> None:
         """A round took so long after its run."""
         if self.costs is not None:
             self.costs.note_rest(seconds)
 
-    def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def prefill(self, tokens: Sequence[int]) -> Logits:
         """Append `tokens` to row 0 in chunks; logits f32 [1, vocabulary] after the last."""
         return self.run(tokens, rows=1)
 
-    def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> NDArray[np.float32]:
+    def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> Logits:
         """Append `tokens` to row 0; logits f32 [rows, vocabulary] of its last `rows` positions.
 
         parents: the last len(parents) tokens are the nodes of a tree (`Proposal.parents`) whose root is the token
@@ -172,18 +218,22 @@ class ModelSession:
         while len(tokens) - rows >= PREFILL_CHUNK:
             self.run_batch([tokens[:PREFILL_CHUNK]], rows=1)
             tokens = tokens[PREFILL_CHUNK:]
-        logits: NDArray[np.float32] = self.run_batch([tokens], rows=rows, parents=parents)[0]
+        logits: Logits = self.run_batch([tokens], rows=rows, parents=parents)[0]
         return logits
 
     def run_batch(
         self, tokens: Sequence[Sequence[int]], *, rows: int, parents: Sequence[int] | None = None
-    ) -> NDArray[np.float32]:
+    ) -> BatchLogits:
         """Append `tokens[row]` to each row, none to an idle one; logits f32 [batch, rows, vocabulary] of the last ones.
 
         Rows may have different numbers of tokens where the build has `query_seqlens`; a row with n < `rows` tokens
-        has its logits in the last n entries. parents: as in `run`, for a batch of one row.
+        has its logits in the last n entries. parents: as in `run`, for a batch of one row. On a GPU the result is a
+        list, of the logits of each row.
         """
-        frame = self._frame(max(map(len, tokens)), rows)
+        longest = max(map(len, tokens))
+        if self.width_rule.pinned and longest > self.width_rule.multiple:
+            return self._run_pieces(tokens, rows)
+        frame, session = self._frame(longest, rows, trees=parents is not None and not self.trees_exact)
         lengths = self.cache.lengths
         frame.fill(tokens, lengths, rows)
         if self._planted is not None:  # the frames share the bias
@@ -192,9 +242,10 @@ class ModelSession:
         if parents is not None:
             self._planted = frame.block(len(tokens[0]), len(parents), lengths[0])
             frame.plant(parents, self._planted, len(tokens[0]), lengths[0])
+        self._joined = None
         start = time.perf_counter()
         try:
-            self._onnx_session.run_with_iobinding(frame.binding)
+            frame.run(session)
         except Exception as error:  # onnxruntime raises classes of its own without a common base
             name = self.bundle.manifest.name
             raise BackendError(f"ONNX Runtime failed while running {name}: {first_line(error)}") from error
@@ -205,26 +256,52 @@ class ModelSession:
         self._last = frame, len(tokens[0])
         for row, new in enumerate(tokens):
             lengths[row] += len(new)
-        return frame.logits[:, :rows]
+        if isinstance(self._buffers, DeviceBuffers):
+            return DeviceLogits.of_batch(self._buffers, self.device, frame.logits, rows)
+        logits: NDArray[np.float32] = frame.logits[:, :rows]
+        return logits
 
-    def _frame(self, longest: int, rows: int) -> Frame:
+    def _run_pieces(self, tokens: Sequence[Sequence[int]], rows: int) -> NDArray[np.float32]:
+        """As `run_batch`, in runs of the pinned width; logits and features are on the host then."""
+        width = self.width_rule.multiple
+        found: list[list[NDArray[np.float32]]] = [[] for _ in tokens]
+        features: list[NDArray[np.float32]] = []
+        for start in range(0, max(map(len, tokens)), width):
+            pieces = [new[start : start + width] for new in tokens]
+            logits = self.run_batch(pieces, rows=min(width, max(map(len, pieces))))
+            for row, piece in enumerate(pieces):
+                found[row].extend(np.array(logits[row])[len(logits[row]) - len(piece) :])
+            features.append(self.batch_features.copy())
+        self._joined = np.concatenate(features, axis=1)
+        joined = np.zeros((len(tokens), rows, self.sizes.vocabulary), np.float32)
+        for row, every in enumerate(found):
+            last = every[-rows:]
+            if last:
+                joined[row, rows - len(last) :] = last
+        assert self._last is not None
+        self._last = self._last[0], len(tokens[0])
+        return joined
+
+    def _frame(self, longest: int, rows: int, *, trees: bool) -> tuple[Frame, Any]:
+        """A frame for such a run, and the session that it is bound to; trees: that of the graph for trees alone."""
         positions, pad, rows = self._padded(longest, rows)
         needed = max(self.cache.lengths) + positions + pad
-        if needed > self.bundle.manifest.kv.positions:
+        if needed > self.positions:
             raise ContextLengthError(
                 f"{needed} positions are needed and {self.bundle.manifest.name} has {self.sizes.context}: "
                 "shorten the prompt or lower --max-tokens."
             )
         self.reserve(needed)
-        key = (positions, pad, rows)
-        frame = self._frames.get(key)
+        shape = FrameShape(self.cache.batch, positions, pad, rows, self.cache.capacity)
+        session = self._open_trees() if trees and self._open_trees is not None else self._onnx_session
+        frame = self._frames.get((trees, shape))
         if frame is None:
-            frame = self._frames[key] = self._bind(positions, pad, rows)
+            frame = self._frames[trees, shape] = self._bind(shape, session, trees)
             if len(self._frames) > MAX_FRAMES:
                 self._frames.popitem(last=False)
         else:
-            self._frames.move_to_end(key)
-        return frame
+            self._frames.move_to_end((trees, shape))
+        return frame, session
 
     def _padded(self, longest: int, rows: int) -> tuple[int, int, int]:
         """(positions, dummy rows of the attention, logit rows) to run for `longest` new tokens."""
@@ -236,112 +313,32 @@ class ModelSession:
             positions += 1
         while rows * batch % rule.multiple:
             rows += 1
+        if rule.pinned:
+            positions = rule.multiple
+        if "pad_rows" not in self._inputs:
+            return (positions if positions <= WIDEST_BARE else -(-positions // WIDE_STEP) * WIDE_STEP), 0, rows
         # The attention takes its rows in blocks (2 x head_dim, fewer where the L2 cache is small), and a wide run may
         # leave a lone one in the last block. With a dummy row behind it no real row is ever alone.
         return positions, int(positions == 1 or positions > WIDEST_BARE), rows
 
-    def _bind(self, positions: int, pad: int, rows: int) -> Frame:
-        capacity = self.cache.capacity
-        wanted = (positions + pad) * capacity
-        if self._bias.size < wanted:
-            self._bias = np.zeros(wanted, np.float32)
-        bias = self._bias[:wanted].reshape(1, 1, positions + pad, capacity)
-        batch = self.cache.batch
-        logits = self._shared("logits", batch, rows, self.sizes.vocabulary)
-        features = self._shared("features", batch, positions, self._feature_width)
-        frame = Frame(pad, self._qkv_width, bias, logits, features)
-        frame.bind(self._onnx_session, self.cache.values, self._output_names)
+    def _bind(self, shape: FrameShape, session: Any, trees: bool) -> Frame:
+        wanted_inputs = frozenset(value.name for value in session.get_inputs()) if trees else self._inputs
+        bias = None
+        if "attention_bias" in wanted_inputs:
+            attended = shape.positions + shape.pad
+            wanted = attended * shape.capacity
+            if self._bias.size < wanted:
+                self._bias = np.zeros(wanted, self._bias.dtype)
+            bias = self._bias[:wanted].reshape(1, 1, attended, shape.capacity)
+        share = self._buffers.shared
+        logits = share(self._outputs, "logits", (shape.batch, shape.rows, self.sizes.vocabulary))
+        features = share(self._outputs, "features", (shape.batch, shape.positions, self._feature_width))
+        recorded = self.device.cuda_graphs and shape.positions <= WIDEST_BARE
+        self._numbers += recorded
+        number = self._numbers if recorded else -1
+        frame = Frame(self._buffers, shape, self._qkv_width, bias, logits, features, dtype=self._dtype, number=number)
+        frame.bind(session, wanted_inputs, self.cache.values, self._output_names)
         return frame
-
-    def _shared(self, name: str, *shape: int) -> NDArray[np.float32]:
-        """A beginning of the buffer that all frames write this output to: only that of the last run is of use."""
-        size = math.prod(shape)
-        if name not in self._outputs or self._outputs[name].size < size:
-            self._outputs[name] = np.empty(2 * size, np.float32)  # frames bound before keep theirs, so it seldom grows
-        return self._outputs[name][:size].reshape(shape)
-
-
-class Frame:
-    """The inputs and outputs of one width, bound once; `fill` rewrites them in place."""
-
-    def __init__(
-        self,
-        pad: int,
-        qkv_width: int,
-        bias: NDArray[np.float32],
-        logits: NDArray[np.float32],
-        features: NDArray[np.float32],
-    ) -> None:
-        (batch, positions, _), rows = features.shape, logits.shape[1]
-        self.positions, self.pad = positions, pad
-        self.input_ids = np.zeros((batch, positions), np.int64)
-        self.query_lengths = np.zeros(batch, np.int32)
-        self.totals = np.zeros(batch, np.int32)
-        self.position_ids = np.zeros((batch, positions + pad), np.int64)
-        self.logit_rows = np.zeros((batch, rows), np.int64)
-        self.logits, self.features, self._bias = logits, features, bias
-        self._steps = np.arange(positions + pad, dtype=np.int64)
-        self._rows = np.arange(rows, dtype=np.int64)
-        self._inputs: dict[str, NDArray[Any]] = {
-            "input_ids": self.input_ids,
-            "query_lengths": self.query_lengths,
-            "pad_rows": np.zeros((batch, pad, qkv_width), np.float32),
-            "total_lengths_minus_one": self.totals,
-            "max_total_length": np.array([bias.shape[-1]], np.int32),
-            "position_ids": self.position_ids,
-            "attention_bias": bias,
-            "logit_rows": self.logit_rows,
-        }
-
-    def bind(self, session: Any, kv_values: list[Any], output_names: list[str]) -> None:
-        """Bind everything; key and value buffers are input and output at once."""
-        ort = onnxruntime()
-        self.binding = session.io_binding()
-        self._values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._inputs.items()}
-        for name, value in self._values.items():
-            self.binding.bind_ortvalue_input(name, value)
-        for name, array in (("logits", self.logits), ("features", self.features)):
-            if name in output_names:
-                self._values[name] = ort.OrtValue.ortvalue_from_numpy(array)
-                self.binding.bind_ortvalue_output(name, self._values[name])
-        presents = [name for name in output_names if name.startswith("present_")]
-        for name, value in zip(presents, kv_values, strict=True):
-            self.binding.bind_ortvalue_input(name.replace("present", "past"), value)
-            self.binding.bind_ortvalue_output(name, value)
-
-    def fill(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], rows: int) -> None:
-        """Write one run's tokens; padding positions and spare logit rows repeat the last token.
-
-        A row alone counts all its positions. In a ragged batch a row counts its own, and at least two: the attention
-        never sees a lone one.
-        """
-        for row, new in enumerate(tokens):
-            count, past = len(new), lengths[row]
-            counted = self.positions if len(tokens) == 1 else max(count, min(2, self.positions))
-            counted = counted + self.pad if count else 0
-            if count:
-                self.input_ids[row, :count] = new
-                self.input_ids[row, count:] = new[-1]
-            self.query_lengths[row] = counted
-            self.totals[row] = max(past + counted - 1, 0)  # an idle, empty row must still name a position
-            np.add(self._steps, past, out=self.position_ids[row])
-            np.clip(self._rows + (count - rows), 0, max(count - 1, 0), out=self.logit_rows[row])
-
-    def block(self, count: int, nodes: int, past: int) -> NDArray[np.float32]:
-        """The bias between the last `nodes` of `count` tokens behind `past` positions."""
-        return self._bias[0, 0, count - nodes : count, past + count - nodes : past + count]
-
-    def plant(self, parents: Sequence[int], block: NDArray[np.float32], count: int, past: int) -> None:
-        """Make a tree of the last tokens: each sees its ancestors and itself, and stands where its depth says."""
-        first = count - len(parents)
-        block[:] = -np.inf
-        depths: list[int] = []
-        for node, parent in enumerate(parents):
-            if parent >= 0:
-                block[node] = block[parent]
-            block[node, node] = 0.0
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        self.position_ids[0, first:count] = np.array(depths) + (past + first)
 
 
 def choose_graph(bundle: Bundle) -> GraphSpec:
@@ -354,46 +351,48 @@ def choose_graph(bundle: Bundle) -> GraphSpec:
     raise BackendError(f"No graph of {bundle.manifest.name} runs on this ONNX Runtime: update it to 1.32 or newer.")
 
 
-def check_graph(bundle: Bundle, onnx_session: Any) -> list[str]:
-    """The names of the graph's outputs, logits first, after a look whether it is the graph that the manifest describes.
-
-    Raises ManifestError naming the first input or output that is missing or has another shape.
-    """
-    sizes = bundle.manifest.sizes
-    cache = (None, sizes.kv_heads, None, sizes.head_dim)
-    parts = [f"{part}.{layer}" for layer in range(sizes.layers) for part in ("key", "value")]
-    inputs: dict[str, tuple[int | None, ...]] = {
-        "pad_rows": (None, None, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim),
-        **{f"past_{part}": cache for part in parts},
-    }
-    outputs: dict[str, tuple[int | None, ...]] = {"logits": (None, None, sizes.vocabulary)}
-    if bundle.manifest.features is not None:
-        outputs["features"] = (None, None, len(bundle.manifest.features.taps) * sizes.hidden)
-    outputs |= {f"present_{part}": cache for part in parts}
-    for wanted, found in ((inputs, onnx_session.get_inputs()), (outputs, onnx_session.get_outputs())):
-        shapes = {value.name: value.shape for value in found}
-        extra = [name for name in shapes if name.startswith(("past_", "present_")) and name not in wanted]
-        for name in (*wanted, *extra):
-            if not _fits(wanted.get(name), shapes.get(name)):
-                model = bundle.manifest.name
-                raise ManifestError(f"The manifest of {model} does not describe its graph ({name}): export it again.")
-    return [*outputs]
-
-
-def _fits(wanted: Sequence[int | None] | None, found: Sequence[int | str] | None) -> bool:
-    """Whether both are there and of one rank, and every size that is wanted (not None) is the one found."""
-    if wanted is None or found is None or len(wanted) != len(found):
-        return False
-    return all(size is None or size == other for size, other in zip(wanted, found, strict=True))
-
-
 def session_opener(
-    bundle: Bundle, threads: int, device: str = "cpu", *, shared_cpu: bool = False
+    bundle: Bundle, threads: int, device: Device = CPU, *, shared_cpu: bool = False, context: int | None = None
 ) -> Callable[[int, WidthRule], ModelSession]:
     """Load the bundle's graph once; the result opens sessions over it: (batch, rule) -> ModelSession with its own KV.
 
-    shared_cpu: another model runs in turn on the same cores.
+    shared_cpu: another model runs in turn on the same cores. context: how many positions will be used; a device's
+    buffers are made for them at once. Raises BackendError where a GPU has no room for weights and KV.
     """
+    kv = bundle.manifest.kv
+    positions = kv.positions
+    if device.resident and context is not None:
+        positions -= max(0, bundle.manifest.sizes.context - context)
+    shape = KVShape.of_bundle(bundle)
+    # The probe of the widths takes a small batch besides, for a while.
+    needed = shape.kv_bytes(positions) + shape.kv_bytes(min(positions, BATCH_STEP), PROBED_ROWS)
+    mend = "choose a smaller --context or precision, or another --device"
+    require_memory(device, bundle.manifest.name, bundle.weights_bytes, needed, mend)
     path = bundle.path / choose_graph(bundle).file
-    onnx_session = create_session(path, threads=threads, device=device, shared_cpu=shared_cpu)
-    return lambda batch, rule: ModelSession(bundle, onnx_session, width_rule=rule, batch=batch)
+    onnx_session = create_session(path, threads=threads, device=device, shared_cpu=shared_cpu, recorded=True)
+    open_trees = _tree_opener(bundle, threads, device)
+
+    def opened(batch: int, rule: WidthRule) -> ModelSession:
+        return ModelSession(
+            bundle,
+            onnx_session,
+            width_rule=rule,
+            batch=batch,
+            device=device,
+            positions=positions,
+            open_trees=open_trees,
+        )
+
+    return opened
+
+
+def _tree_opener(bundle: Bundle, threads: int, device: Device) -> Callable[[], Any] | None:
+    """Loads the graph for token trees when it is first wanted; None where there is none, or no room for it.
+
+    Its session holds the weights a second time.
+    """
+    graph = bundle.manifest.graphs.get(TREES)
+    if graph is None or not build_features().issuperset(graph.requires) or not has_room(device, bundle.weights_bytes):
+        return None
+    path = bundle.path / graph.file
+    return functools.cache(lambda: create_session(path, threads=threads, device=device))

@@ -2,7 +2,7 @@
 
     header   u8 [n]: JSON with format, model, digest, precision, machine, messages
     tokens   u32 [n]: whose keys and values follow; may be none
-    kv.I     f32 [kv_heads, n, head_dim]: buffer I of the target, key and value of each layer in turn
+    kv.I     f32, or f16 for a GPU's bundle, [kv_heads, n, head_dim]: buffer I, key and value of each layer in turn
 
 `digest` is that of the target's graphs and weights. `machine` stands for what decides the bits of keys and values
 (ONNX Runtime, processor, threads, widths): made elsewhere they are not used, and the conversation is read again.
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from specrun.models_cache.errors import CacheError, IntegrityError
 from specrun.runtime.calibration import kept_path
+from specrun.runtime.device_buffers import HOST_TYPES
 from specrun.runtime.npz_file import DAMAGED, read_array, write_arrays
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _precision(parts: object) -> str:
     return "/".join(sorted({str(part)[:20] for part in parts.values()})) if isinstance(parts, Mapping) else "unknown"
 
 
-def _read_kv(engine: Engine, archive: zipfile.ZipFile) -> tuple[list[int], list[NDArray[np.float32]]]:
+def _read_kv(engine: Engine, archive: zipfile.ZipFile) -> tuple[list[int], list[NDArray[Any]]]:
     """Tokens and their keys and values, of no other sizes than this model's."""
     manifest = engine.bundle.manifest
     sizes, most = manifest.sizes, manifest.kv.positions
@@ -117,12 +118,13 @@ def _read_kv(engine: Engine, archive: zipfile.ZipFile) -> tuple[list[int], list[
     if tokens.size > most or (tokens.size and int(tokens.max()) >= sizes.tokens):
         raise ValueError("its tokens are not those of this model")
     shape = (sizes.kv_heads, tokens.size, sizes.head_dim)
-    parts = [read_array(archive, f"kv.{index}", np.float32, shape) for index in range(2 * sizes.layers)]
+    dtype = HOST_TYPES[engine.bundle.manifest.kv.dtype]
+    parts = [read_array(archive, f"kv.{index}", dtype, shape) for index in range(2 * sizes.layers)]
     if not all(np.isfinite(part).all() for part in parts):
         raise ValueError("its keys and values are not numbers")
     return [int(token) for token in tokens], parts
 
 
 def _machine(engine: Engine) -> str:
-    settings = kept_path("session", FORMAT, engine.bundle, engine.threads).stem
+    settings = kept_path("session", FORMAT, engine.bundle, engine.threads, engine.device).stem
     return "-".join([settings, *map(str, astuple(engine.target.width_rule))])

@@ -13,8 +13,12 @@ neither):
                 where on the cache is inexact. A choice that wins by less is left open: the cache is rewound to where it
                 is exact, and the next run takes the tokens from there on as a chain (the bound starts anew there).
 
-The margin is for fp32 graphs, greedy or coupled. Other graphs re-verify, and so do, because it is simpler, requests
-with penalties, with top-k, top-p or min-p (a filter's border would need a margin too), or with log-probabilities.
+Where trees have a graph of their own (`session.TREES`), with another attention, none of a tree's rows is exact, so
+there the margin alone is used, with a bound measured on the device (`calibration`).
+
+The margin is for these and for fp32 graphs, greedy or coupled. Other graphs re-verify, and so do, because it is
+simpler, requests with penalties, with top-k, top-p or min-p (a filter's border would need a margin too), or with
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -30,6 +34,17 @@ from specrun.runtime.sampling import Distribution
 
 MARGIN: Final = 1e-3
 """By how much a choice must win, in logits of an fp32 graph: it then survives errors of half as much in every logit."""
+
+TREE_SAFETY: Final = 8.0
+"""By how many times the measured bound a choice must win; twice would do if no error were larger than it."""
+
+
+def tree_margin(bound: float | None) -> float | None:
+    """The margin for graphs of 16 bits whose trees have a graph of their own, by the bound that was measured there.
+
+    None, so that trees are not run, where nothing was.
+    """
+    return None if bound is None else max(MARGIN, TREE_SAFETY * bound)
 
 
 @dataclass(frozen=True, slots=True)

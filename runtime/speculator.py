@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.models_cache.errors import BackendError, ContextLengthError, IntegrityError, ManifestError
-from specrun.runtime.backend import first_line, onnxruntime
-from specrun.runtime.kv_cache import KVCache
+from specrun.runtime.backend import first_line
+from specrun.runtime.device import CPU, Device
+from specrun.runtime.device_buffers import buffers_of
+from specrun.runtime.head_frames import HeadFrame, Output, head_cache
 
 TOP_K: Final = 8  # candidates of a row
 MAX_BRANCHES: Final = 4  # nodes that are drafted on at one level
@@ -55,37 +57,16 @@ class Choice:
 PLAIN: Final = Choice()
 
 
-class Frame:
-    """The inputs and outputs of one width, bound once."""
-
-    def __init__(
-        self, session: Any, inputs: dict[str, NDArray[Any]], outputs: dict[str, NDArray[Any]], shared: dict[str, Any]
-    ) -> None:
-        """shared: OrtValues that are bound as they are, by the name of the input or output."""
-        ort = onnxruntime()
-        self.inputs, self.outputs = inputs, outputs
-        self.binding = session.io_binding()
-        self._values = []
-        wanted = {value.name for value in session.get_inputs()}
-        for name, array in inputs.items():
-            self._values.append(ort.OrtValue.ortvalue_from_numpy(array))
-            self.binding.bind_ortvalue_input(name, self._values[-1])
-        for name, array in outputs.items():
-            self._values.append(ort.OrtValue.ortvalue_from_numpy(array))
-            self.binding.bind_ortvalue_output(name, self._values[-1])
-        for name, value in shared.items():
-            (self.binding.bind_ortvalue_input if name in wanted else self.binding.bind_ortvalue_output)(name, value)
-
-
 class HeadSession:
     """What both have in common: the graph, its frames, the choice of tokens."""
 
-    def __init__(self, name: str, onnx_session: Any, draft_vocabulary: int) -> None:
-        self._name = name
+    def __init__(self, name: str, onnx_session: Any, draft_vocabulary: int, device: Device) -> None:
+        self._name, self.device = name, device
+        self._buffers = buffers_of(device)
         self._onnx_session = onnx_session
         self.draft_vocabulary = draft_vocabulary
         self.top_k = min(TOP_K, draft_vocabulary)
-        self._frames: OrderedDict[tuple[int, ...], Frame] = OrderedDict()
+        self._frames: OrderedDict[tuple[int, ...], HeadFrame] = OrderedDict()
         self.onnx_seconds = 0.0
 
     def _choice_inputs(self, noise_rows: int) -> dict[str, NDArray[Any]]:
@@ -95,45 +76,51 @@ class HeadSession:
             "top_k": np.array([self.top_k], np.int64),
         }
 
-    def _choice_outputs(self, rows: int, logits: bool) -> dict[str, NDArray[Any]]:
-        outputs: dict[str, NDArray[Any]] = {
-            "tokens": np.empty((rows, self.top_k), np.int64),
-            "log_probs": np.empty((rows, self.top_k), np.float32),
-        }
+    def _choice_outputs(self, rows: int, logits: bool) -> dict[str, Output]:
+        best = rows, self.top_k
+        outputs: dict[str, Output] = {"tokens": (best, "int64"), "log_probs": (best, "float32")}
         if logits:
-            outputs["logits"] = np.empty((rows, self.draft_vocabulary), np.float32)
+            outputs["logits"] = (rows, self.draft_vocabulary), "float32"
         return outputs
 
-    def _keep(self, key: tuple[int, ...], frame: Frame) -> Frame:
+    def _keep(self, key: tuple[int, ...], frame: HeadFrame) -> HeadFrame:
         self._frames[key] = frame
         if len(self._frames) > MAX_FRAMES:
             self._frames.popitem(last=False)
         return frame
 
-    def _run(self, frame: Frame, choice: Choice) -> Candidates:
+    def _run(self, frame: HeadFrame, choice: Choice, *, planted: bool = False) -> Candidates:
         frame.inputs["inverse_temperature"][0] = choice.inverse_temperature
         if choice.noise is not None:
             frame.inputs["noise"][:] = choice.noise
         start = time.perf_counter()
         try:
-            self._onnx_session.run_with_iobinding(frame.binding)
+            frame.run(self._onnx_session, noisy=choice.noise is not None, planted=planted)
         except Exception as error:  # onnxruntime raises classes of its own without a common base
             raise BackendError(f"ONNX Runtime failed while running {self._name}: {first_line(error)}") from error
         self.onnx_seconds += time.perf_counter() - start
-        outputs = frame.outputs
-        tokens, log_probs = outputs["tokens"], outputs["log_probs"]
+        tokens, log_probs = frame.read("tokens"), frame.read("log_probs")
         if not np.isfinite(log_probs).all() or tokens.min() < 0:
             raise IntegrityError(
                 f"{self._name} guesses what is no token: its files are damaged; attach it again, or train another one."
             )
-        return Candidates(tokens.tolist(), log_probs.tolist(), outputs["logits"] if choice.logits else None)
+        return Candidates(tokens.tolist(), log_probs.tolist(), frame.read("logits") if choice.logits else None)
 
 
 class MedusaSession(HeadSession):
     """A Medusa speculator: all heads from one feature row, f32 [feature_width], and perhaps the token after it."""
 
-    def __init__(self, name: str, onnx_session: Any, *, heads: int, feature_width: int, draft_vocabulary: int) -> None:
-        super().__init__(name, onnx_session, draft_vocabulary)
+    def __init__(
+        self,
+        name: str,
+        onnx_session: Any,
+        *,
+        heads: int,
+        feature_width: int,
+        draft_vocabulary: int,
+        device: Device = CPU,
+    ) -> None:
+        super().__init__(name, onnx_session, draft_vocabulary, device)
         self.heads = heads
         self._width = feature_width
         shapes = {"features": (None, feature_width), "noise": (None, draft_vocabulary)}
@@ -177,7 +164,8 @@ class MedusaSession(HeadSession):
             if self._reads_token:
                 inputs["input_ids"] = np.zeros(count, np.int64)
             inputs |= self._choice_inputs(rows if noisy else 1)
-            frame = self._keep(key, Frame(self._onnx_session, inputs, self._choice_outputs(rows, choice.logits), {}))
+            outputs = self._choice_outputs(rows, choice.logits)
+            frame = self._keep(key, HeadFrame(self._onnx_session, self._buffers, inputs, outputs, {}))
         frame.inputs["features"][:] = features
         if self._reads_token:
             frame.inputs["input_ids"][:] = tokens
@@ -226,9 +214,10 @@ class EagleSession(HeadSession):
         head_dim: int,
         draft_vocabulary: int,
         positions: int,
+        device: Device = CPU,
     ) -> None:
         """positions: rows of the rotary tables, and so the most slots."""
-        super().__init__(name, onnx_session, draft_vocabulary)
+        super().__init__(name, onnx_session, draft_vocabulary, device)
         shapes = {
             "features": (None, feature_width),
             "recycled": (None, hidden),
@@ -239,7 +228,7 @@ class EagleSession(HeadSession):
         }
         check_shapes(name, onnx_session, shapes)
         self._width, self._hidden_size, self._positions = feature_width, hidden, positions
-        self.cache = KVCache(layers=1, kv_heads=kv_heads, head_dim=head_dim, capacity=1, limit=positions)
+        self.cache = head_cache(onnx_session, self._buffers, kv_heads, head_dim, positions)
         self._bias = np.zeros(0, np.float32)
         self._nodes: list[tuple[int, ...]] = []  # of each node its ancestors and itself, as places behind `length`
         self._outputs = np.zeros((1, hidden), np.float32)  # `hidden` of the last real slot, then of each node
@@ -277,7 +266,7 @@ class EagleSession(HeadSession):
         candidates = self._run(frame, choice)
         self.cache.lengths[0] = start + count
         self._nodes.clear()
-        self._outputs[0] = frame.outputs["hidden"][-1]
+        self._outputs[0] = frame.read("hidden")[-1]
         return candidates
 
     def grow(
@@ -304,7 +293,7 @@ class EagleSession(HeadSession):
             for row, places in enumerate(seen):
                 block[row, list(places)] = 0.0
         try:
-            candidates = self._run(frame, choice)
+            candidates = self._run(frame, choice, planted=block is not None)
         finally:
             if block is not None:  # the frames share the bias
                 block[:] = 0.0
@@ -312,10 +301,10 @@ class EagleSession(HeadSession):
         needed = 1 + len(self._nodes)
         if len(self._outputs) < needed:
             self._outputs = np.concatenate([self._outputs, np.zeros((needed, self._hidden_size), np.float32)])
-        self._outputs[1 + first : needed] = frame.outputs["hidden"]
+        self._outputs[1 + first : needed] = frame.read("hidden")
         return candidates, list(range(first, first + count))
 
-    def _frame(self, features: int, recycled: int, rows: int, choice: Choice, slots: int) -> Frame:
+    def _frame(self, features: int, recycled: int, rows: int, choice: Choice, slots: int) -> HeadFrame:
         if slots > self._positions:
             raise ContextLengthError(f"{slots} positions are needed and {self._name} has {self._positions}.")
         self.reserve(slots)
@@ -340,11 +329,11 @@ class EagleSession(HeadSession):
         }
         inputs |= self._choice_inputs(1)
         outputs = self._choice_outputs(rows, choice.logits)
-        outputs["hidden"] = np.empty((positions, self._hidden_size), np.float32)
+        outputs["hidden"] = (positions, self._hidden_size), "float32"
         key_value, value_value = self.cache.values
         shared = {"past_key": key_value, "past_value": value_value}
         shared |= {"present_key": key_value, "present_value": value_value}
-        return self._keep(key, Frame(self._onnx_session, inputs, outputs, shared))
+        return self._keep(key, HeadFrame(self._onnx_session, self._buffers, inputs, outputs, shared))
 
     def measure(self) -> tuple[float, list[float]]:
         """(seconds of writing one slot, seconds of a level with 1, 2, .. nodes).

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from specrun.runtime.device_rows import Logits
 from specrun.runtime.proposal import EMPTY, Proposal
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class RunAnswer:
     """
 
     proposal: Proposal
-    logits: NDArray[np.float32]
+    logits: Logits
     seconds: float
 
 
@@ -51,6 +52,11 @@ class TargetRow(Protocol):
     @property
     def features(self) -> NDArray[np.float32]:
         """Features f32 [n, taps x hidden] of the tokens of the last run."""
+        ...
+
+    @property
+    def trees_exact(self) -> bool:
+        """Whether in a run of a tree the main branch has a chain's bits; if not, none of its rows has."""
         ...
 
     def tree_room(self, length: int) -> int:
@@ -73,7 +79,7 @@ class TargetRow(Protocol):
 class SoloTarget(Protocol):
     """A target that runs one row."""
 
-    def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> NDArray[np.float32]:
+    def run(self, tokens: Sequence[int], *, rows: int, parents: Sequence[int] | None = None) -> Logits:
         """Append tokens; logits f32 [rows, vocabulary] of the last ones (`ModelSession.run`)."""
         ...
 

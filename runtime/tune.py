@@ -82,7 +82,7 @@ def tune(
     plain = _seconds(timed["none"])
     figures = {method: _figures(engine, method, runs, plain) for method, runs in timed.items()}
     tuning = replace(engine.learnt(), methods=figures, prompts=len(prompts))
-    save_tuning(engine.bundle, engine.threads, tuning)
+    save_tuning(engine.bundle, engine.threads, tuning, engine.device)
     engine.begin_from(tuning)
     return tuning
 

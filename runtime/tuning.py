@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from specrun.models_cache.layout import Bundle
 from specrun.runtime.calibration import kept_path, write_kept
+from specrun.runtime.device import CPU, Device
 from specrun.runtime.head_estimate import Learnt
 from specrun.runtime.proposers.ngram import PRIORS, Cell
 from specrun.runtime.request import METHODS
@@ -68,24 +69,24 @@ class Tuning:
 UNTUNED: Final = Tuning({})
 
 
-def tuning_path(bundle: Bundle, threads: int) -> Path:
+def tuning_path(bundle: Bundle, threads: int, device: Device = CPU) -> Path:
     """Where the tuning of a bundle on this machine is kept."""
-    return kept_path("tuning", VERSION, bundle, threads)
+    return kept_path("tuning", VERSION, bundle, threads, device)
 
 
-def load_tuning(bundle: Bundle, threads: int) -> Tuning:
+def load_tuning(bundle: Bundle, threads: int, device: Device = CPU) -> Tuning:
     """The kept tuning; `UNTUNED` where there is none, or one that cannot be read."""
     try:
-        return _read(json.loads(tuning_path(bundle, threads).read_text(encoding="utf-8")))
+        return _read(json.loads(tuning_path(bundle, threads, device).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return UNTUNED
 
 
-def save_tuning(bundle: Bundle, threads: int, tuning: Tuning) -> Path:
+def save_tuning(bundle: Bundle, threads: int, tuning: Tuning, device: Device = CPU) -> Path:
     """Keep a tuning; returns where. Raises CacheError if the cache cannot be written."""
     raw = asdict(tuning)
     raw["ngram"] = [[length, agreement, chance] for (length, agreement), chance in tuning.ngram.items()]
-    path = tuning_path(bundle, threads)
+    path = tuning_path(bundle, threads, device)
     write_kept(path, raw)
     return path
 

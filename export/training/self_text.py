@@ -83,7 +83,7 @@ class SelfWriter:
         rows = [self._begin() for _ in range(session.cache.batch)]
         fed = [[] if row is None else [next(row.writing)] for row in rows]
         while any(fed):
-            logits = session.run_batch(fed, rows=1)[:, 0, : session.sizes.tokens]
+            logits = np.asarray(session.run_batch(fed, rows=1))[:, 0, : session.sizes.tokens]
             features = half_precision(session.batch_features[:, 0])
             for index, row in enumerate(rows):
                 if row is None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from specrun.runtime.batching.batch_costs import BatchCosts
+from specrun.runtime.cuda_runtime import free_memory
+from specrun.runtime.device import CPU, RESERVE, Device
 
 SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 ENOUGH: Final = 1.05  # of two sizes whose tokens cost nearly the same the smaller one: the last rows end sooner
@@ -23,8 +25,10 @@ def choose_batch_size(costs: BatchCosts, row_bytes: int, memory: int | None) -> 
     return next(size for size in fit if costs.round(size, 1) / size <= ENOUGH * best)
 
 
-def memory_for_rows() -> int | None:
-    """Bytes of RAM that the KV buffers of a batch may take, None where the system does not tell."""
+def memory_for_rows(device: Device = CPU) -> int | None:
+    """Bytes that the KV buffers of a batch may take of RAM, or of a GPU's memory; None where nothing tells."""
+    if device.kind == "cuda":
+        return max(0, free_memory(device.index)[0] - RESERVE)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

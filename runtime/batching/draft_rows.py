@@ -152,7 +152,7 @@ class DraftRows:
         """Append tokens by slot; the logits f32 [V] after the last of each."""
         first, last = min(tokens), max(tokens)
         logits, _ = self.pool.run(first, [tokens.get(slot, []) for slot in range(first, last + 1)], rows=1)
-        return {slot: logits[slot - first, 0] for slot in tokens}
+        return {slot: logits[slot - first][0] for slot in tokens}
 
     def _extend(
         self, rows: Sequence[tuple[RowProposer, DraftRow, int]], logits: dict[int, NDArray[np.float32]]

@@ -12,8 +12,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.runtime.kv_cache import KVCache
-from specrun.runtime.speculator import Candidates, Choice, Features, Frame, HeadSession
+from specrun.runtime.device import CPU, Device
+from specrun.runtime.head_frames import HeadFrame, head_cache
+from specrun.runtime.speculator import Candidates, Choice, Features, HeadSession
 
 TIDIED_FROM: Final = 256  # slots, below which the buffer just grows
 
@@ -56,10 +57,11 @@ class EagleForest(HeadSession):
         head_dim: int,
         draft_vocabulary: int,
         positions: int,
+        device: Device = CPU,
     ) -> None:
-        super().__init__(name, onnx_session, draft_vocabulary)
+        super().__init__(name, onnx_session, draft_vocabulary, device)
         self._width, self._hidden_size, self.positions = feature_width, hidden, positions
-        self.cache = KVCache(layers=1, kv_heads=kv_heads, head_dim=head_dim, capacity=1, limit=positions)
+        self.cache = head_cache(onnx_session, self._buffers, kv_heads, head_dim, positions)
         self.rows: list[ForestRow] = []  # whose slots are kept
 
     @property
@@ -151,12 +153,13 @@ class EagleForest(HeadSession):
         }
         inputs |= self._choice_inputs(1 if choice.noise is None else len(rows))
         outputs = self._choice_outputs(len(rows), choice.logits)
-        outputs["hidden"] = np.empty((count, self._hidden_size), np.float32)
+        outputs["hidden"] = (count, self._hidden_size), "float32"
         key, value = self.cache.values
         shared = {"past_key": key, "past_value": value, "present_key": key, "present_value": value}
-        candidates = self._run(Frame(self._onnx_session, inputs, outputs, shared), choice)
+        frame = HeadFrame(self._onnx_session, self._buffers, inputs, outputs, shared)
+        candidates, hidden = self._run(frame, choice), frame.read("hidden")
         for row, place in zip(rows, last, strict=True):
-            row.hidden = outputs["hidden"][place]
+            row.hidden = hidden[place]
         return candidates
 
     def _tidy(self, slots: int) -> None:

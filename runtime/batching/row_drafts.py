@@ -217,6 +217,7 @@ class RowDrafts:
             head_dim=manifest.sizes.head_dim,
             draft_vocabulary=manifest.sizes.draft_vocabulary,
             positions=manifest.sizes.positions,
+            device=head.session.device,
         )
         return EagleRows(forest, head.columns, head.costs, self._rows, drawing)
 

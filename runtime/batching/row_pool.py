@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import Sizes
 from specrun.runtime.kv_cache import KVCache, shared_prefix
-from specrun.runtime.session import SPARE, WidthRule
+from specrun.runtime.session import BatchLogits
+from specrun.runtime.width_rule import WidthRule
 
 
 class Session(Protocol):
@@ -24,15 +25,29 @@ class Session(Protocol):
     onnx_seconds: float
 
     @property
+    def positions(self) -> int:
+        """The most that a row may have, spare ones included."""
+        ...
+
+    @property
+    def spare(self) -> int:
+        """Positions that a run may need beyond its tokens."""
+        ...
+
+    @property
     def batch_features(self) -> NDArray[np.float32]:
         """Features f32 [batch, positions, taps x hidden] of the last run."""
+        ...
+
+    def new_cache(self, batch: int) -> KVCache:
+        """Buffers for so many rows."""
         ...
 
     def over(self, cache: KVCache) -> Session:
         """Another session over these buffers."""
         ...
 
-    def run_batch(self, tokens: Sequence[Sequence[int]], *, rows: int) -> NDArray[np.float32]:
+    def run_batch(self, tokens: Sequence[Sequence[int]], *, rows: int) -> BatchLogits:
         """Append tokens to each row; logits f32 [batch, rows, vocabulary] (`ModelSession.run_batch`)."""
         ...
 
@@ -52,16 +67,8 @@ class RowPool:
 
     def __init__(self, target: Session, rows: int, cache: KVCache | None = None) -> None:
         """cache: the rows' buffers, where they are there already."""
-        sizes = target.sizes
-        self.positions = target.bundle.manifest.kv.positions
-        self.cache = cache or KVCache(
-            layers=sizes.layers,
-            kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            capacity=1,
-            limit=self.positions,
-            batch=rows,
-        )
+        self.positions = target.positions
+        self.cache = cache or target.new_cache(rows)
         self.texts: list[Sequence[int]] = [()] * rows
         self._target = target
         self._parts: dict[tuple[int, int], Session] = {}
@@ -89,13 +96,13 @@ class RowPool:
         if self.cache.reserve(min(capacity, self.positions)):
             self._parts.clear()  # they look at the buffers of before
 
-    def run(self, first: int, tokens: Sequence[list[int]], *, rows: int) -> tuple[NDArray[np.float32], float]:
+    def run(self, first: int, tokens: Sequence[list[int]], *, rows: int) -> tuple[BatchLogits, float]:
         """Append tokens[i] to row `first` + i; (logits f32 [len(tokens), rows, vocabulary], seconds in ONNX Runtime).
 
         As `ModelSession.run_batch`; the logits are a view that the next run overwrites.
         """
         lengths, count = self.cache.lengths, len(tokens)
-        self._grow(max(lengths[first : first + count]) + max(map(len, tokens)) + SPARE)
+        self._grow(max(lengths[first : first + count]) + max(map(len, tokens)) + self._target.spare)
         session = self._part(first, count)
         session.cache.lengths[:] = lengths[first : first + count]
         before = session.onnx_seconds
@@ -172,6 +179,11 @@ class PoolRow:
     def features(self) -> NDArray[np.float32]:
         """Features of the tokens that the row took in the last run."""
         return self._pool.features(self.slot)
+
+    @property
+    def trees_exact(self) -> bool:
+        """There are none."""
+        return True
 
     def tree_room(self, length: int) -> int:
         """Rows of a batch share the bias, so there is none."""

@@ -159,7 +159,7 @@ class Scheduler:
         ended: list[Finished] = []
         self._rows = []
         for place, (row, proposal) in enumerate(zip(rows, proposals, strict=True)):
-            own = logits[row.slot - first, most - 1 - len(proposal) :]
+            own = logits[row.slot - first][most - 1 - len(proposal) :]
             try:
                 row.advance(RunAnswer(proposal, own, seconds / len(rows)))
             except BaseException as error:

@@ -16,8 +16,9 @@ from specrun.models_cache.manifest import SHARED_GRAPH
 from specrun.runtime.backend import build_features, create_session
 from specrun.runtime.best_of.prefix_session import SINK, Prefix, PrefixSession
 from specrun.runtime.calibration import MULTIPLES, kept_path, write_kept
+from specrun.runtime.device import CPU, Device, made_for
 from specrun.runtime.kv_cache import KVCache
-from specrun.runtime.session import WidthRule
+from specrun.runtime.width_rule import WidthRule
 
 VERSION: Final = 1
 PROBED_PREFIX: Final = 640  # long enough for products that more threads would cut in pieces
@@ -28,11 +29,16 @@ MANY_ROWS: Final = 16
 
 
 class PrefixGraph:
-    """Opens sessions behind a prefix. Raises UsageError for a model without that graph."""
+    """Opens sessions behind a prefix, on the CPU. Raises UsageError for a model without that graph."""
 
-    def __init__(self, bundle: Bundle, threads: int, device: str = "cpu") -> None:
+    def __init__(self, bundle: Bundle, threads: int, device: Device = CPU) -> None:
         spec = bundle.manifest.graphs.get(SHARED_GRAPH)
         name = bundle.manifest.name
+        if device.resident or made_for(bundle.manifest) != "cpu":
+            raise UsageError(
+                f"best-of runs on the CPU only, and {name} is for a GPU: export it under another --name without "
+                "--device cuda, or let generate --n write samples one after another."
+            )
         if bundle.manifest.kv.window is not None:
             raise UsageError(
                 f"{name} attends through a sliding window, and samples behind one stored prompt need all of it: "

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from specrun.runtime.batching.row_pool import PoolRow, RowPool
 from specrun.runtime.best_of.prefix_session import SINK, PrefixSession
-from specrun.runtime.session import SPARE
+from specrun.runtime.session import SPARE, BatchLogits
 
 
 class PrefixPool(RowPool):
@@ -46,7 +46,7 @@ class PrefixPool(RowPool):
         """Make room for `length` positions a row, the prompt's included, as far as there are slots."""
         self._grow(length - self.before)
 
-    def run(self, first: int, tokens: Sequence[list[int]], *, rows: int) -> tuple[NDArray[np.float32], float]:
+    def run(self, first: int, tokens: Sequence[list[int]], *, rows: int) -> tuple[BatchLogits, float]:
         """As `RowPool.run`; what a row without slots takes is the prompt's last token."""
         if len(tokens) == 1 and not self.cache.lengths[first]:
             self.cache.lengths[first] = SINK

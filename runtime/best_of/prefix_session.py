@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 from specrun.models_cache.errors import BackendError, ContextLengthError
 from specrun.models_cache.layout import Bundle
 from specrun.runtime.backend import first_line
+from specrun.runtime.device_buffers import HOST
+from specrun.runtime.frames import Frame, FrameShape
+from specrun.runtime.graph_check import check_graph
 from specrun.runtime.kv_cache import KVCache
-from specrun.runtime.session import MAX_FRAMES, SPARE, WIDEST_BARE, Frame, WidthRule, check_graph
+from specrun.runtime.session import MAX_FRAMES, SPARE, WIDEST_BARE
+from specrun.runtime.width_rule import WidthRule
 
 SINK: Final = 1
 """The slot of a row that stands for the prefix: a zero key and a zero value, before its own tokens."""
@@ -38,7 +42,7 @@ class Prefix:
         """The only row of a cache, without a copy; its capacity must be what it holds."""
         if cache.batch != 1 or cache.lengths[0] != cache.capacity:
             raise ValueError(f"a cache of {cache.capacity} positions holds {cache.lengths} of a prefix")
-        return cls(cache.capacity, [buffer.swapaxes(0, 1) for buffer in cache.buffers()])
+        return cls(cache.capacity, [buffer.swapaxes(0, 1) for buffer in cache.arrays()])
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +63,7 @@ class PrefixSession:
         self._threads = threads
         self._onnx_session = onnx_session
         self._output_names = check_graph(bundle, onnx_session)
+        self._inputs = frozenset(value.name for value in onnx_session.get_inputs())
         self._qkv_width = (self.sizes.heads + 2 * self.sizes.kv_heads) * self.sizes.head_dim
         spec = bundle.manifest.features
         self._feature_width = 0 if spec is None else len(spec.taps) * self.sizes.hidden
@@ -71,7 +76,13 @@ class PrefixSession:
         """Features f32 [batch, positions, taps x hidden] of the last run, padding included; the next replaces them."""
         if self._last is None:
             return np.empty((self.cache.batch, 0, self._feature_width), np.float32)
-        return self._last.features
+        features: NDArray[np.float32] = self._last.features
+        return features
+
+    @property
+    def positions(self) -> int:
+        """The most that prefix and row may have together, spare ones included."""
+        return self.bundle.manifest.kv.positions
 
     @property
     def spare(self) -> int:
@@ -81,6 +92,10 @@ class PrefixSession:
     @property
     def _groups(self) -> int:
         return -(-self._threads // self.sizes.kv_heads)
+
+    def new_cache(self, batch: int) -> KVCache:
+        """Buffers for so many rows, of as many slots at most as those of this session."""
+        return self.cache.another(batch, self.cache.limit)
 
     def over(self, cache: KVCache) -> PrefixSession:
         """Another session behind the same prefix, over these buffers."""
@@ -98,7 +113,7 @@ class PrefixSession:
         frame.fill(tokens, lengths, rows)
         start = perf_counter()
         try:
-            self._onnx_session.run_with_iobinding(frame.binding)
+            frame.run(self._onnx_session)
         except Exception as error:  # onnxruntime raises classes of its own without a common base
             name = self.bundle.manifest.name
             raise BackendError(f"ONNX Runtime failed while running {name}: {first_line(error)}") from error
@@ -106,7 +121,8 @@ class PrefixSession:
         self._last = frame
         for row, new in enumerate(tokens):
             lengths[row] += len(new)
-        return frame.logits[:, :rows]
+        logits: NDArray[np.float32] = frame.logits[:, :rows]
+        return logits
 
     def padded(self, longest: int, rows: int) -> tuple[int, int, int, int]:
         """(positions, dummy rows of the attention, logit rows, groups of queries) to run for `longest` new tokens.
@@ -128,7 +144,7 @@ class PrefixSession:
     def _frame(self, longest: int, rows: int) -> PrefixFrame:
         positions, pad, rows, groups = self.padded(longest, rows)
         needed = max(self.cache.lengths) + positions + pad
-        most = self.bundle.manifest.kv.positions
+        most = self.positions
         if needed > self.cache.capacity or self.prefix.length - SINK + needed > most:
             raise ContextLengthError(
                 f"{needed} positions are needed behind a prompt of {self.prefix.length} and there are "
@@ -149,9 +165,10 @@ class PrefixSession:
         logits = self._shared("logits", batch, rows, sizes.vocabulary)
         features = self._shared("features", batch, positions, self._feature_width)
         queries = batch * positions * sizes.heads // (sizes.kv_heads * groups)
-        shape = (sizes.kv_heads, groups, queries, sizes.head_dim)
-        frame = PrefixFrame(pad, self._qkv_width, self.prefix, shape, self.cache.capacity, logits, features)
-        frame.bind(self._onnx_session, self.cache.values, self._output_names)
+        shape = FrameShape(batch, positions, pad, rows, self.cache.capacity)
+        grouped = (sizes.kv_heads, groups, queries, sizes.head_dim)
+        frame = PrefixFrame(shape, self._qkv_width, self.prefix, grouped, logits, features)
+        frame.bind(self._onnx_session, self._inputs, self.cache.values, self._output_names)
         return frame
 
     def _shared(self, name: str, *shape: int) -> NDArray[np.float32]:
@@ -167,27 +184,25 @@ class PrefixFrame(Frame):
 
     def __init__(
         self,
-        pad: int,
+        shape: FrameShape,
         qkv_width: int,
         prefix: Prefix,
         queries: tuple[int, ...],
-        capacity: int,
         logits: NDArray[np.float32],
         features: NDArray[np.float32],
     ) -> None:
-        super().__init__(pad, qkv_width, np.zeros((1, 1, 1, 1), np.float32), logits, features)
-        self._capacity, self._before = capacity, prefix.length - SINK
-        self._total = self._inputs["max_total_length"]
-        self._bias_pads = np.array([0, 0, 0, 0, 0, 0, pad, 0], np.int64)
-        del self._inputs["attention_bias"]
-        self._inputs |= {"prefix_queries": np.array(queries, np.int64), "bias_pads": self._bias_pads}
+        super().__init__(HOST, shape, qkv_width, None, logits, features)
+        self._before = prefix.length - SINK
+        self._total = self._fixed["max_total_length"]
+        self._bias_pads = np.array([0, 0, 0, 0, 0, 0, shape.pad, 0], np.int64)
+        self._fixed |= {"prefix_queries": np.array(queries, np.int64), "bias_pads": self._bias_pads}
         for index, buffer in enumerate(prefix.buffers):
-            self._inputs[f"prefix_{'value' if index % 2 else 'key'}.{index // 2}"] = buffer
+            self._fixed[f"prefix_{'value' if index % 2 else 'key'}.{index // 2}"] = buffer
 
     def fill(self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], rows: int) -> None:
         """As `Frame.fill`; `lengths` are in slots, and positions count from the start of the prefix."""
         super().fill(tokens, lengths, rows)
         self.position_ids += self._before
         last = int(self.totals.max()) + 1
-        self._total[0] = min(self._capacity, -(-last // TOTAL_STEP) * TOTAL_STEP)
+        self._total[0] = min(self.shape.capacity, -(-last // TOTAL_STEP) * TOTAL_STEP)
         self._bias_pads[7] = self._total[0] - 1

@@ -28,6 +28,7 @@ class Amounts:
     methods: tuple[str, ...]
     verify_tokens: int
     verify_lengths: tuple[int, ...]
+    verify_batches: tuple[int, ...]
     big: str
     big_draft: str
     big_widths: tuple[int, ...]
@@ -66,6 +67,7 @@ FULL: Final = Amounts(
     methods=METHODS,
     verify_tokens=32,
     verify_lengths=(4,),
+    verify_batches=(1, 3),
     big="llama-7b",
     big_draft="llama-68m",
     big_widths=(1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 256, 512),
@@ -107,6 +109,7 @@ DRY: Final = replace(
     pinned=(1, 2, 5),
     methods=("none", "ngram", "medusa", "eagle", "draft", "auto"),
     verify_tokens=8,
+    verify_batches=(1,),
     big="tiny",
     big_draft="tiny-draft",
     big_widths=(1, 2, 5),

@@ -274,7 +274,7 @@ class TestRefusals:
         assert "32" in result.stderr
 
     def test_a_device_that_is_not_there(self) -> None:
-        assert generate("--device", "quantum", "x").exit_code == 1
+        assert generate("--device", "quantum", "x").exit_code == 2
 
 
 class TestDefaultModel:

@@ -10,6 +10,7 @@ table    a fixed next-token table (see `TABLE`)     table-eos: another end-of-te
 toy, toy-draft   eight tokens with known bigram probabilities
 heads, heads-int8, heads40   tgt with random speculators (heads40: hidden size 40, so all in float32)
 table-heads, toy-heads   table with speculators that are right, toy with speculators of known probabilities
+tgt-cuda, tgt-cuda-int4, heads-cuda   the same, exported for the CUDA provider (which the CPU runs too)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.runtime import Engine
+from specrun.runtime.device import Device
 
 from . import tiny_bundles as tiny
 from . import tiny_heads
@@ -44,7 +46,7 @@ class TinyModels:
                 self._build(name)
         return find_bundle(name, root=self.home)
 
-    def engine(self, name: str, draft: str | None = None, **options: int) -> Engine:
+    def engine(self, name: str, draft: str | None = None, **options: int | str | Device) -> Engine:
         """A shared engine that has forgotten everything before."""
         key = (name, draft, *sorted(options.items()))
         if key not in self._engines:
@@ -63,7 +65,9 @@ class TinyModels:
         folder = self._folders / name
         target = tiny.random_tensors(1)
         base, _, precision = name.partition("-int")
-        precision = f"int{precision}" if precision else "fp32"
+        base, dash, _ = base.partition("-cuda")
+        device = "cuda" if dash else "cpu"
+        precision = f"int{precision}" if precision else "fp16" if dash else "fp32"
         write: Callable[..., Path] = tiny.write_model
         if name == "tgt-source":
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +107,7 @@ class TinyModels:
             write(folder, tiny.bigram_tensors(logits), vocabulary=288, hidden=288)
         else:
             raise ValueError(name)
-        bundle = tiny.export_tiny(name, folder, precision)
+        bundle = tiny.export_tiny(name, folder, precision, device)
         if base.endswith("heads") or base == "heads40":
             attach = {"table-heads": tiny_heads.table_heads, "toy-heads": tiny_heads.toy_heads}
             attach.get(base, tiny_heads.random_heads)(bundle)

@@ -193,7 +193,7 @@ def test_proposals_equal_those_of_a_fresh_draft(
         text = list(committed)
         for token in proposal.tokens:
             logits = session.prefill(text[session.length :])
-            drafted, _ = self._chooser.draft(logits[0], text[len(committed) :], len(committed))
+            drafted, _ = self._reader._chooser.draft(logits[0], text[len(committed) :], len(committed))
             assert drafted == token
             text.append(token)
             compared[0] += 1

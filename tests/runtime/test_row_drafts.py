@@ -84,9 +84,9 @@ class FreshEagle:
         self.offset = 0  # where positions begin: 8-bit matrices round what was rotated further differently
         run_frame = self.session._run
 
-        def shifted(frame: Any, choice: Choice) -> Candidates:
+        def shifted(frame: Any, choice: Choice, *, planted: bool = False) -> Candidates:
             frame.inputs["position_ids"] += self.offset
-            return run_frame(frame, choice)
+            return run_frame(frame, choice, planted=planted)
 
         monkeypatch.setattr(self.session, "_run", shifted)
         take, extend, enter = EagleRow.take_features, EagleRows._extend, EagleRows.enter

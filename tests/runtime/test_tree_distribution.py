@@ -53,6 +53,8 @@ class ToyTarget:
         main = next((node for node, parent in enumerate(nodes) if parent != node - 1), len(nodes))
         return np.concatenate([TARGET[tokens[-rows:][: main + 1]], ROUGH[tokens[-rows:][main + 1 :]]])
 
+    trees_exact = True
+
     def tree_room(self, length: int) -> int:
         return 32
 

@@ -97,7 +97,7 @@ def test_a_draft_beside_a_side_branch(
             for token in chain.tokens:
                 fresh.target.rewind_to(0)
                 logits = fresh.target.prefill(text)
-                drafted, _ = made[0]._chooser.draft(logits[0], text[len(context) :], len(context))
+                drafted, _ = made[0]._reader._chooser.draft(logits[0], text[len(context) :], len(context))
                 assert drafted == token
                 text.append(token)
                 compared[0] += 1

@@ -209,9 +209,9 @@ def chain_table(*texts: Sequence[int]) -> dict[int, int]:
     return table
 
 
-def export_tiny(name: str, folder: Path, precision: str = "fp32") -> Bundle:
+def export_tiny(name: str, folder: Path, precision: str = "fp32", device: str = "cpu") -> Bundle:
     """Export a model folder into the cache that SPECRUN_HOME names."""
-    return export_bundle(str(folder), name=name, precision=precision)
+    return export_bundle(str(folder), name=name, precision=precision, device=device)
 
 
 def write_gguf(path: Path, tensors: Mapping[str, np.ndarray], *, hidden: int = 64, type_name: str = "Q4_1") -> Path:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from gpu_checks import models
 from gpu_checks.child import Report, for_each
 from gpu_checks.context import Context
+from specrun.runtime.calibration import Calibration
 from specrun.runtime.session import ModelSession
 from specrun.runtime.verify import VerifyCase, verify
 
@@ -22,6 +23,7 @@ def run(context: Context, report: Report) -> None:
     """For each precision the rows of a run at pinned widths, then `specrun verify`."""
     amounts = context.amounts
     exact: dict[str, str] = {}
+    probed: dict[str, Calibration] = {}
     rules: dict[str, dict[str, Any]] = {}
     cases: dict[str, list[VerifyCase]] = {}
     pinned: list[dict[str, Any]] = []
@@ -35,13 +37,17 @@ def run(context: Context, report: Report) -> None:
                 report.add(pinned_rows=pinned)
             session.cache.close()
             prompts = models.PROMPTS[: max(1, amounts.prompts // 2)]
-            how: dict[str, Any] = {"draft_lengths": amounts.verify_lengths, "max_tokens": amounts.verify_tokens}
+            how: dict[str, Any] = {
+                "draft_lengths": amounts.verify_lengths,
+                "batch_sizes": amounts.verify_batches,
+                "max_tokens": amounts.verify_tokens,
+            }
             with models.usable(engine, [name for name in amounts.methods if name not in ("none", "auto")]) as methods:
                 for case in verify(engine, prompts, methods=methods, **how):
                     cases[precision] = [*cases.get(precision, []), case]
-                    found = engine.calibration
+                    found = probed[precision] = engine.calibration
                     exact[precision] = found.exactness
-                    rules[precision] = {**asdict(found.rule), "bound": getattr(found, "bound", None)}
+                    rules[precision] = {**asdict(found.rule), "bound": found.bound, "batch_bound": found.batch_bound}
                     rows = [row for name, own in cases.items() for row in _by_method(name, own)]
                     report.add(exactness=exact, rule=rules, verify=rows)
 
@@ -50,14 +56,29 @@ def run(context: Context, report: Report) -> None:
     finally:
         every = [case for own in cases.values() for case in own]
         report.add(unequal=sum(not case.equal for case in every), cases=len(every))
-    broken = [name for name, own in cases.items() if not all(_holds(case, exact[name]) for case in own)]
+    broken = [
+        name for name, own in cases.items() if not all(_holds(case, _promised(case, probed[name])) for case in own)
+    ]
     if broken:
         raise RuntimeError(f"Texts differ from plain decoding in {', '.join(broken)} by more than what is promised.")
 
 
 def _holds(case: VerifyCase, exactness: str) -> bool:
-    """Whether a case is what the probe promises: equal, or where it promises rounding only no more than its bound."""
+    """Whether a case is what the probe promises: equal, or where it promises rounding only no more than its bound.
+
+    exactness: of rows alone, or in a batch, as the case ran.
+    """
     return case.equal or (exactness != "bitwise" and bool(getattr(case, "holds", True)))
+
+
+def _promised(case: VerifyCase, found: Calibration) -> str:
+    """What the probe promises for such a case."""
+    return found.batch_exactness if getattr(case, "batch", 1) > 1 else found.exactness
+
+
+def _rows(case: VerifyCase) -> str:
+    batch = getattr(case, "batch", 1)
+    return f"{batch} rows, " if batch > 1 else ""
 
 
 def _by_method(precision: str, cases: list[VerifyCase]) -> list[dict[str, Any]]:
@@ -74,7 +95,7 @@ def _by_method(precision: str, cases: list[VerifyCase]) -> list[dict[str, Any]]:
             "tokens": sum(case.tokens for case in own),
             "difference": next(
                 (
-                    f"K {case.draft_length or 'adaptive'}, {case.sampling}, {case.difference}"
+                    f"K {case.draft_length or 'adaptive'}, {_rows(case)}{case.sampling}, {case.difference}"
                     for case in own
                     if not case.equal
                 ),
