@@ -6,6 +6,7 @@ huggingface_hub is imported on use only. HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE an
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import threading
 from collections.abc import Callable
@@ -30,15 +31,20 @@ def fetch_hub_file(repo: str, file: str, progress: Progress) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
 
+    # huggingface_hub 0, which the extra `optimum` holds to, takes no bar for one file: it then comes without progress.
+    known = inspect.signature(huggingface_hub.hf_hub_download).parameters
+    bars: dict[str, Any] = {"tqdm_class": _bar(f"{repo}/{file}", progress)} if "tqdm_class" in known else {}
+
     def call(local: bool) -> str:
-        return huggingface_hub.hf_hub_download(
+        path: str = huggingface_hub.hf_hub_download(
             repo,
             file,
             local_files_only=local,
             etag_timeout=CHECK_SECONDS,
-            tqdm_class=_bar(f"{repo}/{file}", progress),
             endpoint=constants.ENDPOINT,
+            **bars,
         )
+        return path
 
     # The file itself is asked for: the answer redirects to the host that stores it, which may be blocked.
     return Path(_ask(repo, f"{repo}/resolve/main/{quote(file)}", call))
@@ -117,7 +123,7 @@ def _unreachable(probe: str) -> str | None:
 
 
 def _transport_error() -> type[Exception]:
-    """The base of the HTTP client's errors: httpx's in huggingface_hub 1, httpx2's since 2."""
+    """The base of the HTTP client's errors: requests' in huggingface_hub 0, httpx's in 1, httpx2's since 2."""
     from huggingface_hub import errors
 
     kind: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]

@@ -146,7 +146,7 @@ def hub_server() -> Iterator[FakeHub]:
 def hub(hub_server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """The fake hub, set as the hub of this process, with an empty local cache of its own."""
     import huggingface_hub
-    from huggingface_hub import constants
+    from huggingface_hub import constants, utils
 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(constants, "ENDPOINT", hub_server.url)
@@ -155,9 +155,11 @@ def hub(hub_server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
-    huggingface_hub.close_session()
+    # huggingface_hub 1 and 0: what holds connections to the endpoint of before.
+    close = getattr(huggingface_hub, "close_session", None) or getattr(utils, "reset_sessions")  # noqa: B009
+    close()
     yield hub_server
-    huggingface_hub.close_session()
+    close()
 
 
 class FakeIndex:
