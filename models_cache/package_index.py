@@ -78,11 +78,12 @@ def _download_wheel(requirement: str, folder: Path, progress: Progress) -> Path:
 
 def _bytes_below(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # pip moves its files while we look
-            continue
+    for place, _, names in os.walk(folder):  # which passes over folders that are gone
+        for name in names:
+            try:
+                total += os.stat(os.path.join(place, name)).st_size
+            except OSError:  # pip moves its files while we look
+                continue
     return total
 
 

@@ -232,7 +232,7 @@ def test_packing() -> None:
 
 @pytest.mark.parametrize(("precision", "block"), [("fp64", None), ("fp16", None), ("", None), ("INT8", None)])
 def test_unknown_precisions_are_refused(precision: str, block: int | None) -> None:
-    with pytest.raises(UsageError, match="choose one of fp32, int8, int4, source"):
+    with pytest.raises(UsageError, match="choose one of int8, int4, fp32, source"):
         check_precision(precision, block)
 
 

@@ -25,7 +25,7 @@ ACCEPTANCE = ((0.5, 0.2), (0.4, 0.1))
 def engine(models: TinyModels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
     """An engine with heads, whose tuning is kept in a folder of this test."""
     engine = models.engine("heads")
-    monkeypatch.setattr("specrun.runtime.tuning.tuning_path", lambda bundle, threads: tmp_path / "tuning.json")
+    monkeypatch.setattr("specrun.runtime.tuning.tuning_path", lambda bundle, threads, device: tmp_path / "tuning.json")
     engine.begin_from(UNTUNED)
     return engine
 
