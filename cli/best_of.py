@@ -61,15 +61,15 @@ def best_of(
 ) -> None:
     """Write many samples of an answer to PROMPT and print the best one.
 
-    The prompt is read once, and its keys and values are stored once for all samples, which are decoded together. They
-    draft by n-grams from each other's texts. A line on stderr says which sample won, by what score, and how much
-    memory the keys and values took, against as many copies of the prompt.
+    The prompt is read once, and its keys and values are stored once for all samples, which are decoded together and
+    draft by --method; n-grams are copied from all samples' texts. A line on stderr says which sample won, by what
+    score, and how much memory the keys and values took, against as many copies of the prompt.
 
     With the same --seed a sample's text is the same whatever --n, --method and -k; it is that of plain decoding of the
     model's shared-prompt graph, which rounds a little differently from the graph of `generate`. Samples that --prune
     ends are "cancelled", those that a budget ends have the finish reason "length".
 
-    A model that was exported by an older specrun lacks that graph: export it again with --force.
+    A model that was exported by an older specrun lacks that graph: export or pull it again with --force.
 
     \b
     Examples:

@@ -46,7 +46,8 @@ class PrefixGraph:
             )
         if spec is None:
             raise UsageError(
-                f"{name} was exported before best-of was there and lacks its graph: export it again with --force."
+                f"{name} was made before best-of was there and lacks its graph: export it again (or pull it) with "
+                "--force."
             )
         if not build_features().issuperset(spec.requires):
             raise BackendError("best-of needs ONNX Runtime 1.32 or newer: update it.")

@@ -12,9 +12,8 @@ itself) and answers that cheat in simple ones (an exit before the tests, other b
 
 What does not: the kernel is the same one, files that the user can read can be read, services that listen on a socket in
 the user's folders can be reached, and without namespaces the code can do to the user's files and processes what the
-user can. It is one Python process with its tests, so code that sets out
-to search Python's memory for the token that the reports carry can claim to have passed. Memory is bounded for each
-process, not for all of them together.
+user can. It is one Python process with its tests, so code that sets out to search Python's memory for the token that
+the reports carry can claim to have passed. Memory is bounded for each process, not for all of them together.
 """
 
 from __future__ import annotations
