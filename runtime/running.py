@@ -99,6 +99,11 @@ class Running:
         return MAX_DRAFT_LENGTH if given is None else given
 
     @property
+    def decided(self) -> int:
+        """How many those of `so_far` are."""
+        return len(self._tokens) + len(self._pending)
+
+    @property
     def so_far(self) -> list[Token]:
         """The tokens that were decided, those whose text is not sure yet included."""
         return [*self._tokens, *self._pending]

@@ -137,14 +137,6 @@ def choose(candidates: Sequence[Candidate], scores: Sequence[float]) -> Candidat
     return best
 
 
-def pass_at_k(candidates: int, right: int, k: int) -> float:
-    """The chance that one of k is right where `right` of `candidates` are, drawn without replacement.
-
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
-    """
-    return 1.0 - math.comb(candidates - right, k) / math.comb(candidates, k)
-
-
 def merged(parts: Sequence[SpeculationStats]) -> SpeculationStats:
     """The sums of the counters."""
     total = SpeculationStats()

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.models_cache.errors import SpecrunError, UsageError
+from specrun.runtime import cost_model
 from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.batching.batch_row import batch_method
 from specrun.runtime.batching.batch_size import memory_for_rows
@@ -30,7 +31,6 @@ from specrun.runtime.best_of.result import (
     BestOfTimings,
     choose,
     merged,
-    pass_at_k,
 )
 from specrun.runtime.best_of.sample_row import SampleRow
 from specrun.runtime.best_of.siblings import SiblingTexts, sibling_estimate
@@ -229,14 +229,14 @@ class BestOf:
 
     def _look(self) -> None:
         """Before each round: end the samples that need not, or may not, go on."""
-        tokens = sum(len(running.so_far) for running in self._runnings)
+        tokens = sum(running.decided for running in self._runnings)
         if self._progress is not None:
             self._progress(Progress(len(self._results), len(self._runnings), tokens))
         spent = self._budget_tokens is not None and tokens >= self._budget_tokens
         late = self._budget_s is not None and time.perf_counter() - self._start >= self._budget_s
         self._over = self._over or spent or late
         for index, running in enumerate(self._runnings):
-            if index in self._results or not running.so_far:
+            if index in self._results or not running.decided:
                 continue
             if self._cancelled.is_set():
                 running.cancelled.set()
@@ -275,7 +275,7 @@ class BestOf:
         if self._right is None or not candidates:
             return None
         right, count = sum(map(self._right, candidates)), len(candidates)
-        return {k: pass_at_k(count, right, k) for k in sorted({*_KEPT_KS, count}) if k <= count}
+        return {k: cost_model.pass_at_k(count, right, k) for k in sorted({*_KEPT_KS, count}) if k <= count}
 
 
 def _checked(engine: Engine, options: RequestOptions, n: int, certainties: bool) -> Request:

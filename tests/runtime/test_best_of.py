@@ -18,9 +18,10 @@ from specrun.models_cache.manifest import SHARED_GRAPH, KVSpec
 from specrun.runtime import BestOfResult, Candidate, Engine
 from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.best_of.prefix_graph import PrefixGraph
-from specrun.runtime.best_of.result import choose, pass_at_k
+from specrun.runtime.best_of.result import choose
 from specrun.runtime.best_of.run import BestOf, Progress
 from specrun.runtime.best_of.siblings import SiblingTexts
+from specrun.runtime.cost_model import pass_at_k
 from specrun.runtime.ngram_table import Match
 
 from .checks import text_of
