@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,6 @@ class LoadedHead:
     """A loaded head, with what requests have shown of it. `costs` are those of a run of Medusa in `append`."""
 
     speculator: InstalledSpeculator
-    onnx_session: Any
     session: MedusaSession | EagleSession
     columns: Columns
     vocabulary: NDArray[np.int64]
@@ -259,6 +258,6 @@ class Heads:
             costs = EagleCosts(*session.measure())
         ids = speculator.vocabulary()
         vocabulary = np.arange(sizes.draft_vocabulary) if ids is None else ids.astype(np.int64)
-        head = LoadedHead(speculator, onnx_session, session, columns, vocabulary, costs)
+        head = LoadedHead(speculator, session, columns, vocabulary, costs)
         head.forget(self._tuning.heads.get(speculator.digest))
         return head

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Required, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,43 +195,53 @@ class MedusaSession(HeadSession):
         self._onnx_session = None
 
 
-class EagleSession(HeadSession):
-    """An EAGLE speculator with the KV buffer of its one layer.
+class EagleSizes(TypedDict, total=False):
+    """What an EAGLE graph is for; positions: rows of the rotary tables, and so the most slots."""
+
+    feature_width: Required[int]
+    hidden: Required[int]
+    kv_heads: Required[int]
+    head_dim: Required[int]
+    draft_vocabulary: Required[int]
+    positions: Required[int]
+    device: Device
+
+
+EagleKind = TypeVar("EagleKind", bound="EagleHead")
+
+
+class EagleHead(HeadSession):
+    """An EAGLE speculator with a KV buffer of its one layer; who writes what into it is up to the kinds of it."""
+
+    def __init__(self, name: str, onnx_session: Any, **sizes: Unpack[EagleSizes]) -> None:
+        self._sizes = sizes
+        width, hidden, vocabulary = sizes["feature_width"], sizes["hidden"], sizes["draft_vocabulary"]
+        kv_heads, head_dim, self.positions = sizes["kv_heads"], sizes["head_dim"], sizes["positions"]
+        super().__init__(name, onnx_session, vocabulary, sizes.get("device", CPU))
+        rows, kept = (None, vocabulary), (1, kv_heads, None, head_dim)
+        shapes = {"features": (None, width), "recycled": (None, hidden), "noise": rows, "logits": rows}
+        check_shapes(name, onnx_session, shapes | {"past_key": kept, "past_value": kept})
+        self._width, self._hidden_size = width, hidden
+        self.cache = head_cache(onnx_session, self._buffers, kv_heads, head_dim, self.positions)
+
+    def another(self, kind: type[EagleKind]) -> EagleKind:
+        """One over the same graph, with a buffer of its own."""
+        return kind(self._name, self._onnx_session, **self._sizes)
+
+
+class EagleSession(EagleHead):
+    """An EAGLE speculator for one text.
 
     Slot i of the buffer holds the feature of token i together with token i + 1. `length` counts the slots that were
     written from the target's features. `append` adds such slots, `grow` adds nodes of a token tree behind them, which
     the next `append` or `rewind_to` drops.
     """
 
-    def __init__(
-        self,
-        name: str,
-        onnx_session: Any,
-        *,
-        feature_width: int,
-        hidden: int,
-        kv_heads: int,
-        head_dim: int,
-        draft_vocabulary: int,
-        positions: int,
-        device: Device = CPU,
-    ) -> None:
-        """positions: rows of the rotary tables, and so the most slots."""
-        super().__init__(name, onnx_session, draft_vocabulary, device)
-        shapes = {
-            "features": (None, feature_width),
-            "recycled": (None, hidden),
-            "past_key": (1, kv_heads, None, head_dim),
-            "past_value": (1, kv_heads, None, head_dim),
-            "noise": (None, draft_vocabulary),
-            "logits": (None, draft_vocabulary),
-        }
-        check_shapes(name, onnx_session, shapes)
-        self._width, self._hidden_size, self._positions = feature_width, hidden, positions
-        self.cache = head_cache(onnx_session, self._buffers, kv_heads, head_dim, positions)
+    def __init__(self, name: str, onnx_session: Any, **sizes: Unpack[EagleSizes]) -> None:
+        super().__init__(name, onnx_session, **sizes)
         self._bias = np.zeros(0, np.float32)
         self._nodes: list[tuple[int, ...]] = []  # of each node its ancestors and itself, as places behind `length`
-        self._outputs = np.zeros((1, hidden), np.float32)  # `hidden` of the last real slot, then of each node
+        self._outputs = np.zeros((1, self._hidden_size), np.float32)  # of the last real slot, then of each node
 
     @property
     def length(self) -> int:
@@ -250,7 +260,7 @@ class EagleSession(HeadSession):
 
     def reserve(self, length: int) -> None:
         """Make room for `length` slots, as far as the model has them."""
-        if self.cache.reserve(min(length, self._positions)):
+        if self.cache.reserve(min(length, self.positions)):
             self._frames.clear()  # they are bound to the buffers of before
 
     def append(self, features: Features, tokens: Sequence[int], choice: Choice = PLAIN) -> Candidates:
@@ -305,8 +315,8 @@ class EagleSession(HeadSession):
         return candidates, list(range(first, first + count))
 
     def _frame(self, features: int, recycled: int, rows: int, choice: Choice, slots: int) -> HeadFrame:
-        if slots > self._positions:
-            raise ContextLengthError(f"{slots} positions are needed and {self._name} has {self._positions}.")
+        if slots > self.positions:
+            raise ContextLengthError(f"{slots} positions are needed and {self._name} has {self.positions}.")
         self.reserve(slots)
         noisy = choice.noise is not None
         key = (features, recycled, rows, int(choice.logits), int(noisy))

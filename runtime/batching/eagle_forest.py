@@ -7,14 +7,13 @@ beginning share it. A row has its own chain in flight; its slots are dropped whe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.runtime.device import CPU, Device
-from specrun.runtime.head_frames import HeadFrame, head_cache
-from specrun.runtime.speculator import Candidates, Choice, Features, HeadSession
+from specrun.runtime.head_frames import HeadFrame
+from specrun.runtime.speculator import Candidates, Choice, EagleHead, EagleSizes, Features
 
 TIDIED_FROM: Final = 256  # slots, below which the buffer just grows
 
@@ -43,25 +42,11 @@ class ForestRow:
         return ForestRow(self.places[: max(0, length - self.dropped)], min(self.dropped, length))
 
 
-class EagleForest(HeadSession):
-    """The buffer, and the runs over it; arguments are those of `EagleSession`."""
+class EagleForest(EagleHead):
+    """The buffer, and the runs over it."""
 
-    def __init__(
-        self,
-        name: str,
-        onnx_session: Any,
-        *,
-        feature_width: int,
-        hidden: int,
-        kv_heads: int,
-        head_dim: int,
-        draft_vocabulary: int,
-        positions: int,
-        device: Device = CPU,
-    ) -> None:
-        super().__init__(name, onnx_session, draft_vocabulary, device)
-        self._width, self._hidden_size, self.positions = feature_width, hidden, positions
-        self.cache = head_cache(onnx_session, self._buffers, kv_heads, head_dim, positions)
+    def __init__(self, name: str, onnx_session: Any, **sizes: Unpack[EagleSizes]) -> None:
+        super().__init__(name, onnx_session, **sizes)
         self.rows: list[ForestRow] = []  # whose slots are kept
 
     @property

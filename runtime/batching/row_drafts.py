@@ -207,18 +207,7 @@ class RowDrafts:
 
         if isinstance(head.session, MedusaSession):
             return MedusaRows(head.session, head.columns, head.costs.append, drawing)
-        manifest = head.speculator.manifest
-        forest = EagleForest(
-            manifest.name,
-            head.onnx_session,
-            feature_width=len(manifest.taps) * manifest.sizes.hidden,
-            hidden=manifest.sizes.hidden,
-            kv_heads=manifest.sizes.kv_heads,
-            head_dim=manifest.sizes.head_dim,
-            draft_vocabulary=manifest.sizes.draft_vocabulary,
-            positions=manifest.sizes.positions,
-            device=head.session.device,
-        )
+        forest = head.session.another(EagleForest)
         return EagleRows(forest, head.columns, head.costs, self._rows, drawing)
 
 
