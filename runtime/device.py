@@ -8,7 +8,6 @@ import io
 import os
 import re
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,6 +140,8 @@ def _both_installed() -> bool:
 
 def _folder(name: str) -> Path | None:
     """Where a package is installed, None if it is not."""
+    from importlib import metadata  # takes longer than most of a start
+
     try:
         return Path(str(metadata.distribution(name).locate_file(""))).resolve()
     except metadata.PackageNotFoundError:
