@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.batching.draft_rows import DraftRows
 from specrun.runtime.batching.drafting_group import DraftingGroup
 from specrun.runtime.batching.eagle_forest import EagleForest
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _MOST: Final = 3.0  # times what drafting should take: beyond, it was disturbed, or a head read prompts first
 _AHEAD: Final = 64  # rounds that catching up with a text should pay off in
+_LEAST_GAIN: Final = 1.1  # of a round, below which keeping rows in step with a speculator takes what it brings
 _LIFT_MEMORY: Final = 0.5  # of what asking brought: over all rows a round tells more than one row's does
 
 Cost = Callable[[int], float]
@@ -42,9 +44,11 @@ Cost = Callable[[int], float]
 class RowDrafts:
     """Of one batch of at most `rows` rows. Speculators are loaded by the first request that names their method."""
 
-    def __init__(self, engine: Engine, rows: int) -> None:
+    def __init__(self, engine: Engine, rows: int, costs: BatchCosts) -> None:
         self._engine = engine
         self._rows = rows
+        self._costs = costs
+        self._worth: dict[str, bool] = {}
         self._groups: dict[str, DraftingGroup] = {}
         self._lifts: dict[tuple[str, int], Lift] = {}
         self.turns = NgramTurns()
@@ -60,9 +64,25 @@ class RowDrafts:
         ngram = None
         if "ngram" in (base, second):
             ngram = (ngrams or self._ngrams)(request)
-        return RowProposer(
-            ngram, None if base == "ngram" else self._group(base).row(request, chooser), chooser, fixed, self.turns
-        )
+        head = None if base == "ngram" else self._group(base).row(request, chooser)
+        if head is not None and ngram is not None and fixed is None and not self._may_pay(base, head.chain.estimate):
+            head = None
+        return RowProposer(ngram, head, chooser, fixed, self.turns)
+
+    def _may_pay(self, base: str, estimate: HeadEstimate) -> bool:
+        """Whether a speculator beside n-grams can pay in this batch: if not, no row need be kept in step with it.
+
+        By its average chances in a round of all rows in which n-grams have nothing; decided once.
+        """
+        if base not in self._worth:
+            group, rows = self._group(base), self._rows
+            rates = []
+            for depth in range(1, min(group.depth, MAX_DRAFT_LENGTH) + 1):
+                chances = [tuple(map(estimate.best_child, range(depth)))] * rows
+                cost = _plus(lambda width: self._costs.round(rows, width), self._spent(group, rows, depth))
+                rates.append(joint_plan(chances, cost).rate)
+            self._worth[base] = max(rates) * self._costs.round(rows, 1) > _LEAST_GAIN * rows
+        return self._worth[base]
 
     def _ngrams(self, request: Request) -> OfferedNgrams:
         return self._engine.drafting.offered_ngrams(request, self._engine.prediction(request))

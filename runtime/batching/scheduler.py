@@ -51,7 +51,7 @@ class Scheduler:
     ) -> None:
         self._engine = engine
         self._pool = pool or RowPool(engine.target, rows)
-        self._drafts = RowDrafts(engine, rows)
+        self._drafts = RowDrafts(engine, rows, costs)
         self._make_row = make_row
         self._before_round = before_round
         self._lookup_s = 0.0  # what looking up the n-grams that wait took
