@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,14 +78,19 @@ class GraphBuilder:
         sums: dict[int, ir.Value] = {}
         for matrix in linear.matrices:
             y = self._matmul(x, matrix)
-            if "offsets" in matrix.tensors:
+            if matrix.offsets is not None or "offsets" in matrix.tensors:
                 if matrix.block not in sums:
                     sums[matrix.block] = self._block_sums(x, matrix.block)
-                term = self.op("MatMul", [sums[matrix.block], self.weight(matrix.tensors["offsets"])])
-                y = self.op("Add", [y, term])
+                y = self.op("Add", [y, self._offset_term(sums[matrix.block], matrix)])
             outputs.append(y)
         y = outputs[0] if len(outputs) == 1 else self.op("Concat", [*outputs], axis=-1)
         return y if linear.bias is None else self.op("Add", [y, self.weight(linear.bias)])
+
+    def _offset_term(self, sums: ir.Value, matrix: StoredMatrix) -> ir.Value:
+        """What the blocks' offsets add: sums [batch, positions, K / block] -> [batch, positions, N]."""
+        if matrix.offsets is None:
+            return self.op("MatMul", [sums, self.weight(matrix.tensors["offsets"])])
+        return self._matmul(sums, replace(matrix.offsets, columns=matrix.columns // matrix.block))
 
     def _matmul(self, x: ir.Value, matrix: StoredMatrix) -> ir.Value:
         tensors = matrix.tensors

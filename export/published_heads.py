@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.export.config_keys import Keys, read_config, rope_from_json
-from specrun.export.quantize import Matrix
+from specrun.export.quantize import Matrix, dequantize_matrix
 from specrun.export.speculator_config import (
     EagleConfig,
     MedusaConfig,
@@ -26,7 +26,7 @@ from specrun.export.speculator_config import (
     SpeculatorTarget,
 )
 from specrun.export.speculator_weights import Speculator, Tensor, quantized
-from specrun.export.target_ends import TargetEnds, dequantize_matrix, read_target_ends
+from specrun.export.target_ends import TargetEnds, read_target_ends
 from specrun.export.weights import FLOAT_SIZES, map_bytes, to_float32
 from specrun.export.weights_safetensors import Entry, read_header
 from specrun.models_cache.errors import IntegrityError, UnsupportedModelError, UsageError

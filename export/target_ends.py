@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from specrun.export.graph_builder import THETA
-from specrun.export.quantize import BlockMatrix, FloatMatrix, Matrix, quantize_matrix
+from specrun.export.quantize import OFFSETS_BLOCK, BlockMatrix, FloatMatrix, Matrix, dequantize_matrix, quantize_matrix
 from specrun.models_cache.errors import IntegrityError
 from specrun.models_cache.layout import Bundle
 
@@ -164,6 +164,9 @@ class _Initializers:
         offsets = None
         if f"{name}.offsets" in self.values:
             offsets = np.asarray(self.array(f"{name}.offsets"), np.float32).T
+        elif f"{name}.offsets.packed" in self.values:
+            padded = self.array(f"{name}.offsets.scales").shape[1] * OFFSETS_BLOCK
+            offsets = dequantize_matrix(self.matrix(f"{name}.offsets", padded))[:, :blocks]
         return BlockMatrix(f"int{bits}", bits, block, packed.reshape(rows, blocks, block * bits // 8), scales, offsets)
 
 
@@ -182,17 +185,3 @@ def rows_8bit(matrix: Matrix, ids: NDArray[np.integer[Any]] | None = None) -> Ma
         return FloatMatrix(np.concatenate([piece.weight for piece in pieces if isinstance(piece, FloatMatrix)]))
     packed, scales = (np.concatenate([getattr(piece, part) for piece in blocks]) for part in ("packed", "scales"))
     return BlockMatrix("int8", 8, blocks[0].block, packed, scales)
-
-
-def dequantize_matrix(matrix: Matrix, ids: NDArray[np.integer[Any]] | slice = slice(None)) -> NDArray[np.float32]:
-    """The rows `ids` of a matrix as f32."""
-    if isinstance(matrix, FloatMatrix):
-        return np.asarray(matrix.weight[ids], np.float32)
-    packed = matrix.packed[ids]
-    if matrix.bits == 4:
-        packed = np.stack([packed & 0x0F, packed >> np.uint8(4)], axis=-1).reshape(*packed.shape[:2], matrix.block)
-    codes = packed.astype(np.float32) - np.float32(1 << (matrix.bits - 1))
-    values = codes * matrix.scales[ids][:, :, None]
-    if matrix.offsets is not None:
-        values += matrix.offsets[ids][:, :, None]
-    return values.reshape(values.shape[0], matrix.columns)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specrun.export.quantize import BlockMatrix, Matrix, fused_matrices, quantize_matrix
+from specrun.export.quantize import BlockMatrix, Matrix, fused_matrices, quantize_matrix, round_offsets
 from specrun.export.rotary import rotary_tables
 from specrun.export.weight_file import Stored, WeightFile
 from specrun.export.weights import Weights
@@ -19,7 +19,10 @@ FLOAT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A `Matrix` in the data file. `bits` 32 is float; otherwise blocks of `block` columns."""
+    """A `Matrix` in the data file. `bits` 32 is float; otherwise blocks of `block` columns.
+
+    `offsets`: those of the blocks, [rows, columns / block] in blocks of their own; float ones are a tensor "offsets".
+    """
 
     type_name: str
     rows: int
@@ -27,6 +30,7 @@ class StoredMatrix:
     bits: int
     block: int
     tensors: dict[str, Stored]
+    offsets: StoredMatrix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ def store_weights(
 ) -> StoredWeights:
     """Quantise and write every tensor of the model, one projection group in memory at a time."""
     config = weights.config
+    rounded = precision == "int4" and file.floats == np.float32  # the other types are for the CUDA provider
 
     def vector(name: str) -> Stored:
         return file.add(name, weights.tensor(name))
@@ -90,7 +95,7 @@ def store_weights(
         names = [f"{prefix}.{part}.weight" for part in parts]
         label = f"{prefix}.{'_'.join(parts)}"
         matrices = tuple(
-            store_matrix(file, f"{label}.{index}", matrix)
+            store_matrix(file, f"{label}.{index}", round_offsets(matrix) if rounded else matrix)
             for index, matrix in enumerate(fused_matrices(weights, names, precision, block))
         )
         bias = None
@@ -150,9 +155,12 @@ def store_matrix(file: WeightFile, name: str, matrix: Matrix) -> StoredMatrix:
             "packed": file.add(f"{name}.packed", matrix.packed),
             "scales": file.add(f"{name}.scales", matrix.scales),
         }
-        if matrix.offsets is not None:
+        offsets = None
+        if matrix.offset_blocks is not None:
+            offsets = store_matrix(file, f"{name}.offsets", matrix.offset_blocks)
+        elif matrix.offsets is not None:
             tensors["offsets"] = file.add(f"{name}.offsets", np.ascontiguousarray(matrix.offsets.T))
-        return StoredMatrix(matrix.type_name, matrix.rows, matrix.columns, matrix.bits, matrix.block, tensors)
+        return StoredMatrix(matrix.type_name, matrix.rows, matrix.columns, matrix.bits, matrix.block, tensors, offsets)
     rows, columns = matrix.weight.shape
     return StoredMatrix(
         FLOAT_NAMES[file.floats.name], rows, columns, 32, 0, {"weight": file.add(f"{name}.weight", matrix.weight)}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specrun.export.quantize import dequantize_matrix
 from specrun.export.speculator_config import (
     DraftConfig,
     EagleConfig,
@@ -29,7 +30,7 @@ from specrun.export.speculator_weights import (
     write_speculator,
 )
 from specrun.export.speculators import REPORT_NAME, attach_speculator
-from specrun.export.target_ends import TargetEnds, dequantize_matrix, read_target_ends, read_target_layer
+from specrun.export.target_ends import TargetEnds, read_target_ends, read_target_layer
 from specrun.export.training.batches import Batch
 from specrun.export.training.draft import DraftModel
 from specrun.export.training.eagle import EagleModel

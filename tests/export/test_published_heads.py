@@ -18,9 +18,9 @@ from torch import nn
 from specrun.export import heads_source
 from specrun.export.bundle import export_bundle
 from specrun.export.heads_source import convert_command, find_heads
-from specrun.export.quantize import BlockMatrix
+from specrun.export.quantize import BlockMatrix, dequantize_matrix
 from specrun.export.speculator_weights import read_speculator, write_speculator
-from specrun.export.target_ends import TargetEnds, dequantize_matrix, read_target_ends
+from specrun.export.target_ends import TargetEnds, read_target_ends
 from specrun.models_cache import (
     Bundle,
     IntegrityError,

@@ -21,6 +21,7 @@ from specrun.export.quantize import (
     pack_codes,
     pack_nibbles,
     quantize_matrix,
+    round_offsets,
 )
 from specrun.export.weight_file import WeightFile
 from specrun.export.weight_store import StoredLinear, store_matrix
@@ -207,6 +208,31 @@ def test_four_bits_are_a_least_squares_fit_of_rounded_codes(block: int) -> None:
     np.testing.assert_allclose((error * fitted).mean(axis=-1), 0, atol=1e-5 * float(np.square(centred).max()))
     if block == 16:  # blocks of one value
         np.testing.assert_allclose(values(matrix)[[0, 1, 2], :16], weight[[0, 1, 2], :16], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("columns", "block"), [(768, 32), (768, 16), (96, 32), (256, 256)])
+def test_offsets_of_eight_bits(columns: int, block: int, tmp_path: Path) -> None:
+    weight = random_matrix(12, columns)
+    matrix = quantize_matrix(weight, "int4", block)
+    rounded = round_offsets(matrix)
+    assert isinstance(matrix, BlockMatrix)
+    assert isinstance(rounded, BlockMatrix)
+    assert matrix.offsets is not None
+    assert rounded.offsets is not None
+    assert rounded.offset_blocks is not None
+    assert rounded.offset_blocks.bits == 8
+    np.testing.assert_array_equal(rounded.offsets, values(rounded.offset_blocks)[:, : columns // block])
+    most = np.abs(matrix.offsets).max(axis=1, keepdims=True)
+    assert (np.abs(rounded.offsets - matrix.offsets) <= most / 127).all()
+    is_column_by_column(run_linear([rounded], np.eye(columns), tmp_path / "linear"), values(rounded))
+    x = np.random.default_rng(3).standard_normal((5, columns))
+    found, exact = run_linear([rounded], x, tmp_path / "rows"), x @ values(rounded).T.astype(np.float64)
+    assert np.linalg.norm(found - exact) < 0.02 * np.linalg.norm(exact)
+
+
+def test_only_fitted_offsets_are_rounded() -> None:
+    for matrix in (FloatMatrix(random_matrix(4, 32)), quantize_matrix(random_matrix(4, 32), "int8", 32)):
+        assert round_offsets(matrix) is matrix
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0])

@@ -13,11 +13,10 @@ import pytest
 
 from specrun.export import speculator_parts
 from specrun.export.graph import build_target, feature_taps
-from specrun.export.quantize import FloatMatrix, Matrix
+from specrun.export.quantize import FloatMatrix, Matrix, dequantize_matrix
 from specrun.export.speculator_config import EAGLE_LAYOUTS, MEDUSA_LAYOUTS, DraftConfig
 from specrun.export.speculator_parts import SpeculatorParts, model_config
 from specrun.export.speculator_weights import Speculator
-from specrun.export.target_ends import dequantize_matrix
 from specrun.export.weight_file import WeightFile
 
 from .graph_runner import GraphRunner, open_session

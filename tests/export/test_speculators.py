@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from specrun.export.bundle import export_bundle
-from specrun.export.quantize import FloatMatrix
+from specrun.export.quantize import FloatMatrix, dequantize_matrix
 from specrun.export.speculator_weights import JSON_NAME, TENSORS_NAME, read_speculator, write_speculator
 from specrun.export.speculators import attach, attach_speculator
-from specrun.export.target_ends import dequantize_matrix, read_target_ends
+from specrun.export.target_ends import read_target_ends
 from specrun.models_cache import (
     Bundle,
     IntegrityError,

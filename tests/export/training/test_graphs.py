@@ -14,11 +14,10 @@ import torch
 
 from specrun.export import speculator_parts
 from specrun.export.graph import build_target, feature_taps
-from specrun.export.quantize import FloatMatrix, Matrix
+from specrun.export.quantize import FloatMatrix, Matrix, dequantize_matrix
 from specrun.export.speculator_config import DraftConfig
 from specrun.export.speculator_parts import SpeculatorParts, model_config
 from specrun.export.speculator_weights import Speculator
-from specrun.export.target_ends import dequantize_matrix
 from specrun.export.training.batches import Batch
 from specrun.export.training.draft import DraftModel
 from specrun.export.training.eagle import EagleModel
