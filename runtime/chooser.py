@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specrun.runtime.acceptance import OPEN, NodeStep, Outcome, accept_tree, choose_child, sampled_children
+from specrun.runtime.coupled_choice import coupled_choice
 from specrun.runtime.device_rows import DeviceLogits, Logits
 from specrun.runtime.grammar import Matcher
+from specrun.runtime.logprobs import logprob, top_logprobs
 from specrun.runtime.options import GenerationOptions
 from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposal import EMPTY, Proposal
@@ -24,9 +26,8 @@ from specrun.runtime.sampling import (
     coupled_token,
     distribution,
     greedy_tokens,
-    logprob,
+    possible_row,
     sample,
-    top_logprobs,
 )
 from specrun.runtime.side_branches import Decision, settle
 
@@ -98,13 +99,12 @@ class Chooser:
         def step(node: int, children: tuple[int, ...]) -> NodeStep:
             row, position = logits[node + 1], committed + len(drafts)
             mask = self._mask(position, drafts)
-            p = None if self._plain_greedy else self._distribution(row, drafts, committed, mask)
-            if p is not None and self._stream is not None:
-                rows.append(p)
-                taken = self._drawn(p, proposal, node, children, self._stream)
+            if self._stream is not None:
+                rows.append(self._distribution(row, drafts, committed, mask))
+                taken = self._drawn(rows[-1], proposal, node, children, self._stream)
             else:
-                choice = self._best(row, position, mask) if p is None else self._coupled(p, position)
-                sure = node < exact or self._margin is None or self._wins(row, p, position, choice, mask)
+                choice = self._choice(row, drafts, committed, mask)
+                sure = node < exact or self._margin is None or self._wins(row, drafts, committed, choice, mask)
                 taken = choose_child(children, choice) if sure else OPEN
             if taken.child is not None:
                 drafts.append(children[taken.child])
@@ -147,18 +147,24 @@ class Chooser:
         last = path[-1] if path else -1
         return Outcome(path, verdict.next_token, "correction" if proposal.children(last) else "bonus")
 
+    def _choice(self, row: NDArray[np.float32], drafts: Sequence[int], committed: int, mask: Mask | None) -> int:
+        """The token of a row f32 [V] behind `drafts`, which the options and the noise of the position fix."""
+        position = committed + len(drafts)
+        if self._plain_greedy:
+            return self._best(row, position, mask)
+        if self._sampling.filtered or self._sampling.greedy:
+            return self._coupled(self._distribution(row, drafts, committed, mask), position)
+        row, best = possible_row(row, **self._of_row(drafts, committed, mask))
+        noise = self.noise.first(row.size, position)
+        return coupled_choice(row, float(row[best]), self._sampling.temperature, noise)
+
     def _wins(
-        self, row: NDArray[np.float32], p: Distribution | None, position: int, choice: int, mask: Mask | None
+        self, row: NDArray[np.float32], drafts: Sequence[int], committed: int, choice: int, mask: Mask | None
     ) -> bool:
         """Whether the choice would be the same if its logit were lower by the margin, under the same noise."""
-        margin = self._margin or 0.0
-        if p is None:
-            row = row.copy()
-            row[choice] -= margin
-            return self._best(row, position, mask) == choice
-        weights = p.probs.copy()
-        weights[p.ids.searchsorted(choice)] *= math.exp(-margin / self._sampling.temperature)
-        return self._coupled(Distribution(p.ids, weights), position) == choice
+        row = row.copy()
+        row[choice] -= self._margin or 0.0
+        return self._choice(row, drafts, committed, mask) == choice
 
     def _coupled(self, p: Distribution, position: int) -> int:
         noise = self.noise.of
@@ -185,17 +191,15 @@ class Chooser:
         Under the rejection rule the token is drawn from the draft's own distribution q. Otherwise it is the draft's
         guess of what the target will choose: its argmax, or its sample under the target's own noise.
         """
-        position, mask = committed + len(drafts), None
+        mask = None
         if self._grammar is not None and committed == self._prompt_length + len(self._grammar):
             mask = self._grammar.allowed(drafts)  # None behind a draft token that is forbidden or ends the text
             if mask is not None and not np.isfinite(logits[: mask.size][mask[: logits.size]]).any():
                 mask = None  # the draft knows none of the tokens that may come
-        if self._plain_greedy:
-            return self._best(logits, position, mask), None
+        if self._stream is None:
+            return self._choice(logits, drafts, committed, mask), None
         q = self._distribution(logits, drafts, committed, mask)
-        if self._stream is not None:
-            return sample(q, self._stream.uniform()), q
-        return self._coupled(q, position), None
+        return sample(q, self._stream.uniform()), q
 
     def allowed_part(self, proposal: Proposal, length: int) -> Proposal:
         """What of a proposal behind a context of `length` tokens may stand by the grammar: the rest need not be run.
@@ -276,9 +280,19 @@ class Chooser:
     def _distribution(
         self, row: NDArray[np.float32], drafts: Sequence[int], committed: int, mask: Mask | None
     ) -> Distribution:
+        return distribution(row, **self._of_row(drafts, committed, mask))
+
+    def _of_row(self, drafts: Sequence[int], committed: int, mask: Mask | None) -> dict[str, Any]:
+        """What makes a distribution of the row behind `drafts`, as arguments."""
         if self._counts is not None:
             self._counts.rewind_to(self._counted)
             for token in drafts:
                 self._counts.push(token)
         banned = self._bans(committed + len(drafts), mask)
-        return distribution(row, self._counts, self._sampling, tokens=self._tokens, banned=banned, allowed=mask)
+        return {
+            "history": self._counts,
+            "options": self._sampling,
+            "tokens": self._tokens,
+            "banned": banned,
+            "allowed": mask,
+        }

@@ -30,6 +30,11 @@ class PositionNoise:
         row = self._rows.get(position)
         return row[ids] if row is not None else coupled_noise(ids, self._seed, self._sample_index, position)
 
+    def first(self, count: int, position: int) -> NDArray[np.uint64]:
+        """That of the ids below `count`."""
+        row = self._rows.get(position)
+        return row[:count] if row is not None else self.of(self._all[:count], position)
+
     def keep(self, position: int) -> None:
         """Draw the whole row of a position, and hold it for the calls to come."""
         if position in self._rows:

@@ -31,9 +31,8 @@ __all__ = [
     "coupled_token",
     "distribution",
     "greedy_tokens",
-    "logprob",
+    "possible_row",
     "sample",
-    "top_logprobs",
 ]
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
@@ -174,7 +173,7 @@ def _normalised(ids: npt.NDArray[np.int64], weights: Floats) -> Distribution:
     return Distribution(ids, weights) if mass.all() else Distribution(ids[mass], weights[mass])
 
 
-def _checked(row: npt.NDArray[Any], peak: float) -> None:
+def check_peak(row: npt.NDArray[Any], peak: float) -> None:
     """Refuse logits that no distribution can come from."""
     if peak == -np.inf and not np.isnan(row).any():
         raise UsageError("No token is left to choose from: ban fewer ids.")
@@ -200,11 +199,11 @@ def greedy_tokens(
     real = _possible(logits[:, :tokens], banned, allowed)
     best: npt.NDArray[np.int64] = real.argmax(axis=1).astype(np.int64, copy=False)
     for row, token in zip(real, best, strict=True):
-        _checked(row, float(row[token]))
+        check_peak(row, float(row[token]))
     return best
 
 
-def _largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
+def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
     """Indices, ascending, of the `count` largest values; among equals at the border the lowest indices."""
     if count >= values.size:
         return _all_ids(values.size)
@@ -226,7 +225,7 @@ def _nucleus(weights: Floats, top_p: float) -> npt.NDArray[np.int64]:
     candidates = np.flatnonzero(weights >= (1.0 - top_p) * total / weights.size)
     values = weights[candidates]
     sums = np.sort(values)[::-1].cumsum()
-    return candidates[_largest(values, int(sums.searchsorted(top_p * total)) + 1)]
+    return candidates[largest(values, int(sums.searchsorted(top_p * total)) + 1)]
 
 
 def _penalised(
@@ -246,6 +245,23 @@ def _penalised(
     row = row.astype(np.float32, copy=True)
     row[ids] = np.where(np.isfinite(before), np.clip(values, -_LARGEST, _LARGEST), values)
     return row
+
+
+def possible_row(
+    logits: npt.NDArray[np.float32],
+    history: TokenCounts | None,
+    options: SamplingOptions,
+    *,
+    tokens: int,
+    banned: Ids | None = None,
+    allowed: Mask | None = None,
+) -> tuple[npt.NDArray[np.float32], int]:
+    """(The row f32 [tokens] after step 1 of `distribution`, -inf where banned; the id of its largest)."""
+    row = _penalised(logits[:tokens], history, options) if options.penalised else logits[:tokens]
+    row = _possible(row, banned, allowed)
+    best = int(row.argmax())
+    check_peak(row, float(row[best]))
+    return row, best
 
 
 def distribution(
@@ -272,14 +288,11 @@ def distribution(
     Where equal values meet a border the lowest id is kept first; ids are banned between 1 and 2.
     Errors: BackendError for NaN or infinite logits; UsageError if nothing is left, or a penalty has no history.
     """
-    row = _penalised(logits[:tokens], history, options) if options.penalised else logits[:tokens]
-    row = _possible(row, banned, allowed)
-    best = int(row.argmax())
+    row, best = possible_row(logits, history, options, tokens=tokens, banned=banned, allowed=allowed)
     peak = float(row[best])
-    _checked(row, peak)
     if options.greedy:
         return Distribution.point(best)
-    kept = _largest(row, options.top_k or row.size)
+    kept = largest(row, options.top_k or row.size)
     weights = (row if kept.size == row.size else row[kept]).astype(np.float64)
     weights -= peak
     weights /= options.temperature
@@ -356,34 +369,3 @@ def sample(distribution: Distribution, uniform: float) -> int:
     sums = distribution.probs.cumsum()
     at = int(sums.searchsorted(uniform * sums[-1], side="right"))
     return int(distribution.ids[min(at, sums.size - 1)])
-
-
-def _log_normaliser(row: npt.NDArray[np.float32]) -> tuple[int, float, float]:
-    """Index of the largest logit, that logit, and log sum exp(row - largest), stable where one logit dominates."""
-    best = int(row.argmax())
-    peak = float(row[best])
-    _checked(row, peak)
-    others = row.astype(np.float64)
-    others -= peak
-    np.exp(others, out=others)
-    others[best] = 0.0
-    return best, peak, float(np.log1p(others.sum()))
-
-
-def logprob(logits: npt.NDArray[np.float32], token: int, *, tokens: int) -> float:
-    """The log-probability of a token: log-softmax (f64, natural log) of a raw row f32 [V] over its real tokens.
-
-    Penalties, temperature and filters play no part: the value is the same under every sampling option.
-    """
-    real = logits[:tokens]
-    _, peak, normaliser = _log_normaliser(real)
-    return float(real[token]) - peak - normaliser
-
-
-def top_logprobs(logits: npt.NDArray[np.float32], n: int, *, tokens: int) -> list[tuple[int, float]]:
-    """The n most probable (token, log-probability) of a raw row f32 [V], as in `logprob`; best first, then by id."""
-    real = logits[:tokens]
-    _, peak, normaliser = _log_normaliser(real)
-    ids = _largest(real, n) if n > 0 else np.empty(0, np.int64)
-    order = np.argsort(-real[ids], kind="stable")
-    return [(int(token), float(real[token]) - peak - normaliser) for token in ids[order]]

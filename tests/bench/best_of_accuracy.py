@@ -92,11 +92,10 @@ def batch_sampler(engine: Engine, n: int, *, max_tokens: int, temperature: float
 
 def best_of_sampler(engine: Engine, n: int, *, max_tokens: int, temperature: float, seed: int) -> Sampler:
     """Samples behind a prompt that is stored once, by `Engine.best_of`; they speculate."""
-    best_of: Any = getattr(engine, "best_of")  # noqa: B009  (an engine without it is refused by `main`)
 
     def sample(prompt: str) -> Sampled:
         started = time.perf_counter()
-        result = best_of(
+        result = engine.best_of(
             prompt, n=n, certainties=True, max_tokens=max_tokens, temperature=temperature, seed=seed, method="auto"
         )
         return Sampled(result.usage.prompt_tokens, tuple(result.candidates), time.perf_counter() - started)
@@ -217,15 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
-    parser.add_argument(
-        "--sampler", choices=list(SAMPLERS), help="by default best-of where the engine has it, else batch"
-    )
+    parser.add_argument("--sampler", choices=list(SAMPLERS), default="best-of")
     parser.add_argument("--report", action="store_true", help="only report on what the output holds")
     parser.add_argument("--json", type=Path, help="write the reports there too")
     given = parser.parse_args(arguments)
-    sampler = given.sampler or ("best-of" if hasattr(Engine, "best_of") else "batch")
-    if sampler == "best-of" and not hasattr(Engine, "best_of"):
-        parser.error("this specrun has no Engine.best_of: take --sampler batch")
     settings = {
         "format": FORMAT,
         "task": given.task,
@@ -234,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "max_tokens": given.max_tokens,
         "temperature": given.temperature,
         "seed": given.seed,
-        "sampler": sampler,
+        "sampler": given.sampler,
     }
     questions = read_questions(given.task, given.questions, given.limit)
     if given.report:
@@ -242,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines = [line for line in read_lines(given.output, settings) if line["id"] in known]
     else:
         with Engine.load(given.model, threads=given.threads) as engine:
-            sample = SAMPLERS[sampler](
+            sample = SAMPLERS[given.sampler](
                 engine, given.n, max_tokens=given.max_tokens, temperature=given.temperature, seed=given.seed
             )
             lines = collect(given.task, questions, sample, given.output, settings)

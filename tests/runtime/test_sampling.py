@@ -11,6 +11,7 @@ import scipy.stats
 
 from specrun.models_cache.errors import BackendError, UsageError
 from specrun.runtime import sampling
+from specrun.runtime.logprobs import logprob, top_logprobs
 from specrun.runtime.options import SamplingOptions
 from specrun.runtime.sampling import (
     Distribution,
@@ -19,9 +20,7 @@ from specrun.runtime.sampling import (
     coupled_token,
     distribution,
     greedy_tokens,
-    logprob,
     sample,
-    top_logprobs,
 )
 
 
