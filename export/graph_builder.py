@@ -126,7 +126,7 @@ class GraphBuilder:
         flat = self._file.view(f"{packed.name}.flat", packed, (matrix.rows, matrix.columns * matrix.bits // 8))
         x = self.op(
             "GatherBlockQuantized",
-            [self.weight(flat), ids, self.weight(tensors["scales"])],
+            [self.weight(flat), ids, *(self.weight(tensors[part]) for part in ("scales", "zero_points") if part in tensors)],
             MICROSOFT,
             bits=matrix.bits,
             block_size=matrix.block,
