@@ -85,11 +85,17 @@ def _text(library: Any, error: int) -> str:
 
 @functools.cache
 def _library() -> Any:
-    """The library that ONNX Runtime loaded, by the name that it has for each version; None if there is none."""
-    for major in MAJORS:
+    """The library that ONNX Runtime loads, by the name that it has for each version; None if there is none."""
+    for major in _majors():
         name = f"cudart64_{major}.dll" if sys.platform == "win32" else f"libcudart.so.{major}"
         try:
             return ctypes.CDLL(name)
         except OSError:
             continue
     return None
+
+
+def _majors() -> tuple[int, ...]:
+    """The version of CUDA that ONNX Runtime was built for, where it says so: one of another says nothing of it."""
+    built = str(getattr(sys.modules.get("onnxruntime"), "cuda_version", None)).partition(".")[0]
+    return (int(built),) if built.isdecimal() else MAJORS

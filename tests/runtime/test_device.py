@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from specrun.models_cache.errors import BackendError, UsageError
 from specrun.runtime import backend, cuda_runtime, device
 from specrun.runtime.backend import create_session
+from specrun.runtime.calibration import probe
 from specrun.runtime.device import CPU, Device, cuda_problem, draft_device, find_device, made_for, require_memory
 from specrun.runtime.device_graphs import greedy_graph
+from specrun.runtime.session import ModelSession, WidthRule, session_opener
 
 from .conftest import TinyModels
 
@@ -150,6 +153,78 @@ def test_packages_in_folders_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not device._both_installed()
 
 
+@pytest.mark.parametrize(
+    ("built", "there", "problem"),
+    [("12.8", 12, None), ("12.8", 13, cuda_runtime.NO_LIBRARIES), ("13.0", 13, None), ("", 12, None), (None, 12, None)],
+)
+def test_the_library_of_the_version_that_onnxruntime_was_built_for(
+    monkeypatch: pytest.MonkeyPatch, built: str | None, there: int, problem: str | None
+) -> None:
+    """Another version, that came with some other program, may know no GPU where this one does, or the reverse."""
+
+    def load(name: str) -> FakeRuntime:
+        if str(there) not in name:
+            raise OSError(name)
+        return FakeRuntime()
+
+    monkeypatch.setattr(backend.onnxruntime(), "cuda_version", built, raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    cuda_runtime._library.cache_clear()
+    try:
+        assert cuda_runtime.gpu_problem() == problem
+    finally:
+        cuda_runtime._library.cache_clear()
+
+
+def test_buffers_take_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those outside a session come from an arena that doubles by default: KV would hold up to twice its size."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+    asked: list[str] = []
+    strategies = SimpleNamespace(kSameAsRequested="same", kNextPowerOfTwo="double")
+    monkeypatch.setattr(native, "ArenaExtendStrategy", strategies, raising=False)
+    monkeypatch.setattr(native, "set_arena_extend_strategy", asked.append, raising=False)
+    device.preload.cache_clear()
+    try:
+        device.preload()
+        device.preload()
+    finally:
+        device.preload.cache_clear()
+    assert asked == ["same"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("CUDA failure 2: out of memory ; GPU=0", r"cuda has no room for a graph of specrun's own: choose a smaller"),
+        (
+            "Failed to allocate memory for requested buffer of size 8",
+            r"cuda has no room .* \(Failed to allocate memory",
+        ),
+        ("no kernel image is available", r"refused a graph of specrun's own: no kernel image is available"),
+    ],
+)
+@pytest.mark.usefixtures("with_provider")
+def test_a_session_that_cannot_begin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    """The reason is in the error, nothing is on standard output, and the processor does not load it all as well."""
+    ort = backend.onnxruntime()
+    asked: list[Any] = []
+
+    def create(self: Any, providers: Any, *rest: Any) -> None:
+        asked.append(providers)
+        self._fallback_providers = ["CPUExecutionProvider"]
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(ort.InferenceSession, "_create_inference_session", create)
+    use(monkeypatch, FakeRuntime())
+    with pytest.raises(BackendError, match=says):
+        create_session(greedy_graph(8), threads=1, device=Device("cuda", resident=True))
+    assert len(asked) == 1
+    assert capsys.readouterr().out == ""
+
+
 def test_too_little_memory_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device("cuda", resident=True)
     use(monkeypatch, FakeRuntime(free=5_000_000_000))
@@ -177,3 +252,20 @@ def test_graphs_are_recorded_on_request(monkeypatch: pytest.MonkeyPatch) -> None
     assert gpu.providers(recorded=True)[0][1]["enable_cuda_graph"] == "1"
     assert gpu.providers()[0][1]["enable_cuda_graph"] == "0"  # small graphs run at any shape
     assert CPU.providers() == ["CPUExecutionProvider"]
+
+
+def test_where_the_graph_for_trees_cannot_run_chains_still_do(models: TinyModels) -> None:
+    """No kernel for its attention, or no room for its weights: that is no reason to refuse the model."""
+
+    def no_trees() -> Any:
+        raise BackendError("attention_bias is not supported")
+
+    def opened(batch: int, rule: WidthRule) -> ModelSession:
+        session = session_opener(models.bundle("tgt-cuda"), 1, Device(resident=True))(batch, rule)
+        session._open_trees = no_trees
+        return session
+
+    found = probe(opened)
+    assert (found.exactness, found.tree_bound) == ("bitwise", None)
+    session = opened(1, found.rule)
+    assert session.tree_room(10) == 0
