@@ -117,7 +117,7 @@ def cuda_problem() -> str | None:
         return None
     if problem == NO_LIBRARIES:
         return f"ONNX Runtime finds no CUDA libraries: {GPU_HINT}, which brings them."
-    return f"Device 'cuda' cannot be used: {problem}. Choose --device cpu, or install the NVIDIA driver."
+    return f"Device 'cuda' cannot be used: {problem}. Choose --device cpu, or install a newer NVIDIA driver."
 
 
 @functools.cache
