@@ -179,9 +179,12 @@ def require_memory(device: Device, what: str, weights: int, kv: int, mend: str) 
         )
 
 
-def has_room(device: Device, count: int) -> bool:
-    """Whether twice so many bytes are free on a GPU: for what is useful there and not needed. On the CPU always."""
-    return device.kind != "cuda" or 2 * count + RESERVE <= free_memory(device.index)[0]
+def has_room(device: Device, count: int, besides: int = 0) -> bool:
+    """Whether twice so many bytes are free on a GPU: for what is useful there and not needed. On the CPU always.
+
+    besides: bytes that will be needed and are not taken yet.
+    """
+    return device.kind != "cuda" or 2 * count + besides + RESERVE <= free_memory(device.index)[0]
 
 
 def _gigabytes(count: int) -> str:

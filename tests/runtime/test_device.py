@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from specrun.models_cache.errors import BackendError, UsageError
-from specrun.runtime import backend, cuda_runtime, device
+from specrun.runtime import backend, cuda_runtime, device, session
 from specrun.runtime.backend import create_session
 from specrun.runtime.calibration import probe
 from specrun.runtime.device import CPU, Device, cuda_problem, draft_device, find_device, made_for, require_memory
+from specrun.runtime.device_buffers import DeviceBuffers
 from specrun.runtime.device_graphs import greedy_graph
 from specrun.runtime.session import ModelSession, WidthRule, session_opener
 
@@ -238,6 +239,33 @@ def test_too_little_memory_is_refused_with_the_figures(monkeypatch: pytest.Monke
     require_memory(CPU, "big", 1 << 60, 0, "the CPU is not asked")
 
 
+def test_trees_are_left_out_where_kv_will_take_the_room(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers are made after the weights of the chains are there and before those of the trees."""
+    bundle = models.bundle("tgt-cuda")
+    monkeypatch.setattr(session, "create_session", lambda *arguments, **options: object())
+    gpu, weights = Device("cuda", resident=True), bundle.weights_bytes
+    kv = 8 * weights
+
+    def opened(free: int) -> object:
+        use(monkeypatch, FakeRuntime(free=free))
+        return session._tree_opener(bundle, 1, gpu, kv)
+
+    assert opened(2 * weights + kv + device.RESERVE) is not None
+    assert opened(2 * weights + kv + device.RESERVE - 1) is None
+    assert session._tree_opener(bundle, 1, CPU, kv) is not None
+
+
+def test_buffers_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("Failed to allocate memory\nmore")
+
+    monkeypatch.setattr(backend.onnxruntime().OrtValue, "ortvalue_from_shape_and_type", refuse)
+    with pytest.raises(BackendError) as refused:
+        DeviceBuffers(Device("cuda", 1, resident=True)).output((1 << 20, 8), "float16")
+    says = "cuda:1 has no 17 MB left: use a smaller --context or --batch-size (Failed to allocate memory)."
+    assert str(refused.value) == says
+
+
 def test_what_decides_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeRuntime())
     assert cuda_runtime.gpu(0) == cuda_runtime.Gpu("9.0", 132, 13010)
@@ -261,11 +289,10 @@ def test_where_the_graph_for_trees_cannot_run_chains_still_do(models: TinyModels
         raise BackendError("attention_bias is not supported")
 
     def opened(batch: int, rule: WidthRule) -> ModelSession:
-        session = session_opener(models.bundle("tgt-cuda"), 1, Device(resident=True))(batch, rule)
-        session._open_trees = no_trees
-        return session
+        made = session_opener(models.bundle("tgt-cuda"), 1, Device(resident=True))(batch, rule)
+        made._open_trees = no_trees
+        return made
 
     found = probe(opened)
     assert (found.exactness, found.tree_bound) == ("bitwise", None)
-    session = opened(1, found.rule)
-    assert session.tree_room(10) == 0
+    assert opened(1, found.rule).tree_room(10) == 0
