@@ -200,13 +200,14 @@ def _work_folder(given: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _ends_by_signal() -> Iterator[None]:
-    """Let SIGTERM end the check as Ctrl-C does, with its results written."""
+    """Let SIGTERM, and the end of its terminal, end the check as Ctrl-C does: results written, its folder removed."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -159,7 +159,7 @@ def test_a_part_is_told_everything(start: Start) -> None:
     assert any("widths: 1, 2, 5" in line for line in shown)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_whole_is_killed(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     """What was found by then is on the disk: the parts that were done, and of the one that ran what it had reported."""
     context, _, results = start("fine", "spawns")
