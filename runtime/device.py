@@ -126,14 +126,16 @@ def preload() -> str:
     from specrun.runtime.backend import onnxruntime
 
     ort, said = onnxruntime(), io.StringIO()
-    _buffers_as_asked(ort)
+    # It warns once for each session and once for each layer, of nothing that is wrong; errors are still told.
+    ort.set_default_logger_severity(3)
+    _buffers_as_asked()
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(said):
             ort.preload_dlls()
     return said.getvalue()
 
 
-def _buffers_as_asked(ort: Any) -> None:
+def _buffers_as_asked() -> None:
     """Let buffers take what is asked for: those made outside a session come from memory that doubles when it grows.
 
     KV buffers would hold up to twice their size, and nothing be left for a session on a GPU that is nearly full.
@@ -141,9 +143,7 @@ def _buffers_as_asked(ort: Any) -> None:
     from onnxruntime.capi import onnxruntime_pybind11_state as native
 
     if hasattr(native, "set_arena_extend_strategy"):
-        ort.set_default_logger_severity(3)  # it warns that sessions have an option for this; these buffers have none
         native.set_arena_extend_strategy(native.ArenaExtendStrategy.kSameAsRequested)
-        ort.set_default_logger_severity(2)
 
 
 def _both_installed() -> bool:

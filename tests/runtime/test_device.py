@@ -182,6 +182,8 @@ def test_buffers_take_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     from onnxruntime.capi import onnxruntime_pybind11_state as native
 
     asked: list[str] = []
+    severities: list[int] = []
+    monkeypatch.setattr(backend.onnxruntime(), "set_default_logger_severity", severities.append)
     strategies = SimpleNamespace(kSameAsRequested="same", kNextPowerOfTwo="double")
     monkeypatch.setattr(native, "ArenaExtendStrategy", strategies, raising=False)
     monkeypatch.setattr(native, "set_arena_extend_strategy", asked.append, raising=False)
@@ -191,7 +193,7 @@ def test_buffers_take_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
         device.preload()
     finally:
         device.preload.cache_clear()
-    assert asked == ["same"]
+    assert (asked, severities) == (["same"], [3])  # 2, warnings, would be a line for each session and each layer
 
 
 @pytest.mark.parametrize(
