@@ -14,7 +14,7 @@ from typing import Any, Final
 from specrun.models_cache.errors import BackendError, UsageError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import Manifest
-from specrun.runtime.cuda_runtime import NO_LIBRARIES, free_memory, gpu_problem
+from specrun.runtime.cuda_runtime import NO_CUDNN, NO_LIBRARIES, free_memory, gpu_problem
 
 CUDA_PROVIDER: Final = "CUDAExecutionProvider"
 GPU_HINT: Final = "`pip uninstall onnxruntime onnxruntime-gpu`, then `pip install 'specrun[gpu]'`"
@@ -115,8 +115,9 @@ def cuda_problem() -> str | None:
     problem = gpu_problem()
     if problem is None:
         return None
-    if problem == NO_LIBRARIES:
-        return f"ONNX Runtime finds no CUDA libraries: {GPU_HINT}, which brings them."
+    if problem in (NO_LIBRARIES, NO_CUDNN):
+        what = "CUDA libraries" if problem == NO_LIBRARIES else "cuDNN 9"
+        return f"ONNX Runtime finds no {what}: {GPU_HINT}, which brings all that it needs."
     return f"Device 'cuda' cannot be used: {problem}. Choose --device cpu, or install a newer NVIDIA driver."
 
 

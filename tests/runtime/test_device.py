@@ -64,8 +64,9 @@ def with_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_both_installed", lambda: False)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, library: FakeRuntime | None) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, library: FakeRuntime | None, *, cudnn: bool = True) -> None:
     monkeypatch.setattr(cuda_runtime, "_library", lambda: library)
+    monkeypatch.setattr(cuda_runtime, "_has_cudnn", lambda: cudnn)
 
 
 def test_a_bundle_for_the_cpu_runs_there_and_nowhere_else(models: TinyModels) -> None:
@@ -110,6 +111,11 @@ def test_what_is_said_without_a_gpu(models: TinyModels, monkeypatch: pytest.Monk
     use(monkeypatch, None)
     with pytest.raises(BackendError, match=r"no CUDA libraries: .*specrun\[gpu\]"):
         find_device("cuda", manifest)
+    use(monkeypatch, FakeRuntime(), cudnn=False)
+    with pytest.raises(BackendError, match=r"finds no cuDNN 9: .*specrun\[gpu\]"):
+        find_device("cuda", manifest)
+    assert find_device("auto", manifest) == CPU
+    use(monkeypatch, None)
     with pytest.raises(BackendError, match="no CUDA libraries"):
         create_session(greedy_graph(8), threads=1, device=Device("cuda", resident=True))
 
@@ -170,6 +176,7 @@ def test_the_library_of_the_version_that_onnxruntime_was_built_for(
 
     monkeypatch.setattr(backend.onnxruntime(), "cuda_version", built, raising=False)
     monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(cuda_runtime, "_has_cudnn", lambda: True)
     cuda_runtime._library.cache_clear()
     try:
         assert cuda_runtime.gpu_problem() == problem
