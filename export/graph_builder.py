@@ -124,9 +124,10 @@ class GraphBuilder:
             return self.op("Gather", [self.weight(tensors["weight"]), ids], axis=0)
         packed = tensors["packed"]
         flat = self._file.view(f"{packed.name}.flat", packed, (matrix.rows, matrix.columns * matrix.bits // 8))
+        numbers = [self.weight(tensors[part]) for part in ("scales", "zero_points") if part in tensors]
         x = self.op(
             "GatherBlockQuantized",
-            [self.weight(flat), ids, self.weight(tensors["scales"])],
+            [self.weight(flat), ids, *numbers],
             MICROSOFT,
             bits=matrix.bits,
             block_size=matrix.block,

@@ -17,13 +17,19 @@ from specrun.export.weight_store import StoredLayer, StoredLinear, StoredMatrix,
 
 
 class SpeculatorParts:
-    """Writes what the graph of `speculator` refers to; `ends` are its target's, `positions` how many there may be."""
+    """Writes what the graph of `speculator` refers to; `ends` are its target's, `positions` how many there may be.
 
-    def __init__(self, speculator: Speculator, ends: TargetEnds, file: WeightFile, positions: int) -> None:
+    cuda: the graph is for that provider.
+    """
+
+    def __init__(
+        self, speculator: Speculator, ends: TargetEnds, file: WeightFile, positions: int, *, cuda: bool = False
+    ) -> None:
         self.speculator = speculator
         self._ends = ends
         self._file = file
         self._positions = positions
+        self._cuda = cuda
 
     def vector(self, name: str) -> Stored:
         """A vector of the speculator, f32."""
@@ -53,8 +59,10 @@ class SpeculatorParts:
     def embedding(self) -> StoredMatrix:
         """The speculator's own, else the target's."""
         if "embedding" in self.speculator:
-            return self.linear("embedding").matrices[0]
-        return store_matrix(self._file, "target.embedding", rows_8bit(self._ends.embedding))
+            name, matrix = "embedding", _matrix(self.speculator, "embedding")
+        else:
+            name, matrix = "target.embedding", rows_8bit(self._ends.embedding)
+        return store_matrix(self._file, name, matrix, zero_points=self._cuda)
 
     def head(self) -> StoredLinear:
         """The speculator's own, else the rows of the draft vocabulary out of the target's."""

@@ -170,8 +170,8 @@ def _write_graphs(folder: Path, bundle: Bundle, speculator: Speculator) -> Specu
     floats = ir.DataType[bundle.manifest.kv.dtype.upper().replace("FLOAT32", "FLOAT")]
     drafts = isinstance(config, DraftConfig)
     with WeightFile(folder / DATA_FILE, floats.numpy() if drafts else np.float32) as file:
-        parts = SpeculatorParts(speculator, ends, file, positions)
         cuda = floats != ir.DataType.FLOAT
+        parts = SpeculatorParts(speculator, ends, file, positions, cuda=cuda)
         if isinstance(config, DraftConfig):
             stored = parts.draft(config)
             model = model_config(speculator, config, bundle.manifest.sizes.context)

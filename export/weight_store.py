@@ -22,6 +22,7 @@ class StoredMatrix:
     """A `Matrix` in the data file. `bits` 32 is float; otherwise blocks of `block` columns.
 
     `offsets`: those of the blocks, [rows, columns / block] in blocks of their own; float ones are a tensor "offsets".
+    A tensor "zero_points" holds the 128 that 8-bit codes mean where an embedding's kernel must be told.
     """
 
     type_name: str
@@ -139,7 +140,7 @@ def _store_ends(
     else:
         end_precision = "int8" if precision == "int4" else precision
         embedding = quantize_matrix(weights.tensor(name), end_precision, block)
-    stored = store_matrix(file, name, embedding)
+    stored = store_matrix(file, name, embedding, zero_points=file.floats != np.float32)
     if weights.config.tied_head:
         return stored, StoredLinear((stored,), None)
     if precision == "source":
@@ -149,12 +150,18 @@ def _store_ends(
     return stored, StoredLinear((store_matrix(file, head_name, head),), None)
 
 
-def store_matrix(file: WeightFile, name: str, matrix: Matrix) -> StoredMatrix:
+def store_matrix(file: WeightFile, name: str, matrix: Matrix, *, zero_points: bool = False) -> StoredMatrix:
+    """Write a matrix. zero_points: and the zero point of each 8-bit block, for an embedding in a graph for CUDA.
+
+    Without them kernels of that provider differed over the years: some took the codes as if their zero were 0.
+    """
     if isinstance(matrix, BlockMatrix):
         tensors = {
             "packed": file.add(f"{name}.packed", matrix.packed),
             "scales": file.add(f"{name}.scales", matrix.scales),
         }
+        if zero_points and matrix.bits == 8:
+            tensors["zero_points"] = file.add(f"{name}.zero_points", np.full(matrix.scales.shape, 128, np.uint8))
         offsets = None
         if matrix.offset_blocks is not None:
             offsets = store_matrix(file, f"{name}.offsets", matrix.offset_blocks)

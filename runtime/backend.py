@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ from specrun.models_cache.errors import BackendError
 from specrun.runtime.device import CPU, CUDA_PROVIDER, GPU_HINT, GRAPHS_VARIABLE, Device, cuda_problem
 from specrun.runtime.forks import keep_over_forks
 
+_OUT_OF_MEMORY: Final = re.compile(r"out of memory|failed to allocate memory", re.IGNORECASE)
 INSTALL_HINT = "install it with `pip install 'specrun[cpu]'`, or `pip install 'specrun[gpu]'` for an NVIDIA GPU"
 
 
@@ -106,9 +108,16 @@ def create_session(
         options.add_session_config_entry("session.force_spinning_stop", "1")
     name = model.name if isinstance(model, Path) else "a graph of specrun's own"
     source = os.fspath(model) if isinstance(model, Path) else model
+    # Its fallback would print the reason on standard output, and load everything on the processor only to be refused.
+    strict = {} if device.kind == "cpu" else {"enable_fallback": 0}
     try:
-        session = ort.InferenceSession(source, options, providers=device.providers(recorded=recorded))
+        session = ort.InferenceSession(source, options, providers=device.providers(recorded=recorded), **strict)
     except Exception as error:  # onnxruntime raises classes of its own without a common base
+        if device.kind != "cpu" and _OUT_OF_MEMORY.search(str(error)):
+            raise BackendError(
+                f"{device.name} has no room for {name}: choose a smaller --context or precision, another --device, or "
+                f"end what else runs there ({first_line(error)})."
+            ) from error
         raise BackendError(f"ONNX Runtime {ort.__version__} refused {name}: {first_line(error)}") from error
     if device.kind == "cuda" and CUDA_PROVIDER not in session.get_providers():
         # Without a word to the caller it falls back to the processor.

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.models_cache.diskerrors import cache_errors
-from specrun.models_cache.errors import CacheError
+from specrun.models_cache.errors import BackendError, CacheError
 from specrun.models_cache.layout import Bundle, cache_root
 from specrun.runtime.backend import onnxruntime, threads_are_shared
 from specrun.runtime.cuda_runtime import gpu
@@ -142,7 +142,11 @@ def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration
     if session.ragged and found is None:
         batch_bound = _batch_bound(session, open_session(PROBED_ROWS, session.width_rule), tokens)
     multiple, pinned = (None, False) if kept is None else (kept.multiple, kept.pinned)
-    trees = _tree_bound(session, tokens) if kept is not None and session.may_run_trees else None
+    trees: float | None = None
+    if kept is not None and session.may_run_trees:
+        # Where the graph for trees cannot run, or has no room, chains are drafted and everything else still works.
+        with contextlib.suppress(BackendError):
+            trees = _tree_bound(session, tokens)
     costs = _costs(session, tokens)
     return Calibration(multiple, costs, pinned, found is not None, bound, trees, batch_bound)
 

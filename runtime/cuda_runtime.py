@@ -15,6 +15,7 @@ from typing import Any, Final
 from specrun.models_cache.errors import BackendError
 
 NO_LIBRARIES: Final = "the CUDA libraries are missing"
+NO_CUDNN: Final = "cuDNN is missing"
 MAJORS: Final = (13, 12)  # of CUDA, newest first
 _ATTRIBUTES: Final = {"multiprocessors": 16, "major": 75, "minor": 76}
 
@@ -37,7 +38,9 @@ def gpu_problem() -> str | None:
     error = library.cudaGetDeviceCount(ctypes.byref(count))
     if error:
         return f"CUDA finds no GPU ({_text(library, error)})"
-    return None if count.value else "CUDA finds no GPU"
+    if not count.value:
+        return "CUDA finds no GPU"
+    return None if _has_cudnn() else NO_CUDNN
 
 
 def gpu(index: int) -> Gpu:
@@ -85,11 +88,27 @@ def _text(library: Any, error: int) -> str:
 
 @functools.cache
 def _library() -> Any:
-    """The library that ONNX Runtime loaded, by the name that it has for each version; None if there is none."""
-    for major in MAJORS:
+    """The library that ONNX Runtime loads, by the name that it has for each version; None if there is none."""
+    for major in _majors():
         name = f"cudart64_{major}.dll" if sys.platform == "win32" else f"libcudart.so.{major}"
         try:
             return ctypes.CDLL(name)
         except OSError:
             continue
     return None
+
+
+def _majors() -> tuple[int, ...]:
+    """The version of CUDA that ONNX Runtime was built for, where it says so: one of another says nothing of it."""
+    built = str(getattr(sys.modules.get("onnxruntime"), "cuda_version", None)).partition(".")[0]
+    return (int(built),) if built.isdecimal() else MAJORS
+
+
+@functools.cache
+def _has_cudnn() -> bool:
+    """Whether cuDNN can be loaded; sessions begin without it too, and the first one that takes a maximum fails."""
+    try:
+        ctypes.CDLL("cudnn64_9.dll" if sys.platform == "win32" else "libcudnn.so.9")
+    except OSError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from typing import Any, Final
 from specrun.models_cache.errors import BackendError, UsageError
 from specrun.models_cache.layout import Bundle
 from specrun.models_cache.manifest import Manifest
-from specrun.runtime.cuda_runtime import NO_LIBRARIES, free_memory, gpu_problem
+from specrun.runtime.cuda_runtime import NO_CUDNN, NO_LIBRARIES, free_memory, gpu_problem
 
 CUDA_PROVIDER: Final = "CUDAExecutionProvider"
 GPU_HINT: Final = "`pip uninstall onnxruntime onnxruntime-gpu`, then `pip install 'specrun[gpu]'`"
@@ -115,9 +115,10 @@ def cuda_problem() -> str | None:
     problem = gpu_problem()
     if problem is None:
         return None
-    if problem == NO_LIBRARIES:
-        return f"ONNX Runtime finds no CUDA libraries: {GPU_HINT}, which brings them."
-    return f"Device 'cuda' cannot be used: {problem}. Choose --device cpu, or install the NVIDIA driver."
+    if problem in (NO_LIBRARIES, NO_CUDNN):
+        what = "CUDA libraries" if problem == NO_LIBRARIES else "cuDNN 9"
+        return f"ONNX Runtime finds no {what}: {GPU_HINT}, which brings all that it needs."
+    return f"Device 'cuda' cannot be used: {problem}. Choose --device cpu, or install a newer NVIDIA driver."
 
 
 @functools.cache
@@ -126,10 +127,24 @@ def preload() -> str:
     from specrun.runtime.backend import onnxruntime
 
     ort, said = onnxruntime(), io.StringIO()
+    # It warns once for each session and once for each layer, of nothing that is wrong; errors are still told.
+    ort.set_default_logger_severity(3)
+    _buffers_as_asked()
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(said):
             ort.preload_dlls()
     return said.getvalue()
+
+
+def _buffers_as_asked() -> None:
+    """Let buffers take what is asked for: those made outside a session come from memory that doubles when it grows.
+
+    KV buffers would hold up to twice their size, and nothing be left for a session on a GPU that is nearly full.
+    """
+    from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+    if hasattr(native, "set_arena_extend_strategy"):
+        native.set_arena_extend_strategy(native.ArenaExtendStrategy.kSameAsRequested)
 
 
 def _both_installed() -> bool:
@@ -165,9 +180,12 @@ def require_memory(device: Device, what: str, weights: int, kv: int, mend: str) 
         )
 
 
-def has_room(device: Device, count: int) -> bool:
-    """Whether twice so many bytes are free on a GPU: for what is useful there and not needed. On the CPU always."""
-    return device.kind != "cuda" or 2 * count + RESERVE <= free_memory(device.index)[0]
+def has_room(device: Device, count: int, besides: int = 0) -> bool:
+    """Whether twice so many bytes are free on a GPU: for what is useful there and not needed. On the CPU always.
+
+    besides: bytes that will be needed and are not taken yet.
+    """
+    return device.kind != "cuda" or 2 * count + besides + RESERVE <= free_memory(device.index)[0]
 
 
 def _gigabytes(count: int) -> str:

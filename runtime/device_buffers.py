@@ -217,7 +217,10 @@ class DeviceBuffers:
             )
         except Exception as error:  # onnxruntime raises classes of its own without a common base
             size = math.prod(shape) * HOST_TYPES[dtype].itemsize / 1e6
-            raise BackendError(f"{self._device.name} has no {size:.0f} MB left: {first_line(error)}") from error
+            raise BackendError(
+                f"{self._device.name} has no {size:.0f} MB left: use a smaller --context or --batch-size "
+                f"({first_line(error)})."
+            ) from error
         return DeviceBuffer(owner, owner.data_ptr(), tuple(shape), dtype)
 
     def shared(self, pool: dict[Any, Any], name: str, shape: Sequence[int]) -> DeviceBuffer:

@@ -5,8 +5,9 @@ All of them run on the CPU provider too, where tests hold them to the numpy rule
 
 Why noise is not made on the device: the coupled noise is Philox4x64, which needs exclusive or and shifts of 64-bit
 words, and the CUDA provider has kernels for neither (1.31, 1.32). A row of noise has eight bytes a token and a row of
-logits four, so under coupled sampling it is the logits that travel. Greedy choices, the point-mass rule of the
-rejection mode, and the ratio rule for a draft that draws run on the device.
+logits four, so under coupled sampling it is the logits that travel. Greedy choices and the point-mass rule of the
+rejection mode run on the device. The graph of the ratio rule is not used yet: the distributions that it compares, those
+of target and draft, are made on the host.
 """
 
 from __future__ import annotations

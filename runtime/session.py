@@ -370,7 +370,7 @@ def session_opener(
     require_memory(device, bundle.manifest.name, bundle.weights_bytes, needed, mend)
     path = bundle.path / choose_graph(bundle).file
     onnx_session = create_session(path, threads=threads, device=device, shared_cpu=shared_cpu, recorded=True)
-    open_trees = _tree_opener(bundle, threads, device)
+    open_trees = _tree_opener(bundle, threads, device, needed)
 
     def opened(batch: int, rule: WidthRule) -> ModelSession:
         return ModelSession(
@@ -386,13 +386,15 @@ def session_opener(
     return opened
 
 
-def _tree_opener(bundle: Bundle, threads: int, device: Device) -> Callable[[], Any] | None:
+def _tree_opener(bundle: Bundle, threads: int, device: Device, kv: int) -> Callable[[], Any] | None:
     """Loads the graph for token trees when it is first wanted; None where there is none, or no room for it.
 
-    Its session holds the weights a second time.
+    Its session holds the weights a second time. kv: bytes of the buffers that are made before it.
     """
     graph = bundle.manifest.graphs.get(TREES)
-    if graph is None or not build_features().issuperset(graph.requires) or not has_room(device, bundle.weights_bytes):
+    if graph is None or not build_features().issuperset(graph.requires):
+        return None
+    if not has_room(device, bundle.weights_bytes, kv):
         return None
     path = bundle.path / graph.file
     return functools.cache(lambda: create_session(path, threads=threads, device=device))

@@ -53,8 +53,19 @@ def main(arguments: Sequence[str]) -> int:
     except CheckError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a path that is something else, or cannot be written
+        print(f"Error: {error.filename or 'A file'}: {error.strerror or error}: name another place.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _more_than_0(text: str) -> float:
+    """A number of an option; ValueError, which argparse words, for one that cannot be."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,9 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     run.add_argument("--output", type=Path, default=Path("gpu_check"), help="folder of the JSON file and the table")
     run.add_argument("--only", metavar="PART,...", help=f"some parts: {', '.join(part.name for part in PARTS)}")
-    run.add_argument("--limit", type=float, default=LIMIT, help="seconds for everything (default %(default)g)")
+    run.add_argument("--limit", type=_more_than_0, default=LIMIT, help="seconds for everything (default %(default)g)")
     run.add_argument(
-        "--patience", type=float, default=1.0, help="let each part, and everything, take so many times longer"
+        "--patience", type=_more_than_0, default=1.0, help="let each part, and everything, take so many times longer"
     )
     run.add_argument("--threads", type=int, help="processor threads")
     run.add_argument("--work", type=Path, help="keep what is made on the way in this folder, to go on from it")
@@ -88,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("folder", type=Path)
     pack.add_argument("--parts", type=Path, required=True, help="a new folder for the parts")
     pack.add_argument(
-        "--part-mb", type=float, default=packing.PART_BYTES / 1e6, help="most of a part (default %(default)g)"
+        "--part-mb", type=_more_than_0, default=packing.PART_BYTES / 1e6, help="most of a part (default %(default)g)"
     )
     pack.set_defaults(call=_pack)
     join = verbs.add_parser("join", help="make the folder again from its parts, checking every sum")
@@ -189,13 +200,14 @@ def _work_folder(given: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _ends_by_signal() -> Iterator[None]:
-    """Let SIGTERM end the check as Ctrl-C does, with its results written."""
+    """Let SIGTERM, and the end of its terminal, end the check as Ctrl-C does: results written, its folder removed."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -99,7 +99,7 @@ def check_sums(folder: Path) -> None:
     sums = folder / SUMS
     if not sums.is_file():
         return
-    for line in sums.read_text(encoding="utf-8").splitlines():
+    for line in sums.read_text(encoding="utf-8", errors="replace").splitlines():
         digest, _, name = line.partition("  ")
         path = folder / _inside(name)
         if not path.is_file():

@@ -20,6 +20,7 @@ from gpu_checks.files import write_json
 POLL_SECONDS: Final = 0.1
 KILL_SECONDS: Final = 5.0
 LOG_LINES: Final = 25
+KEPT: Final = 0.8  # of the time that is, by their limits, that of the parts to come
 SCRIPTS: Final = Path(__file__).resolve().parents[1]
 
 
@@ -86,7 +87,8 @@ def run_parts(
 ) -> bool:
     """Run the parts in turn; whether all went well.
 
-    limit: seconds for all of them; a part for which nothing is left is skipped. patience: times the limit of each.
+    limit: seconds for all of them; a part for which nothing is left is skipped, and one that hangs leaves some to those
+    behind it. patience: times the limit of each.
     show: called with each outcome. An exception, or Ctrl-C, ends the part that runs and is raised once the results are
     written.
     """
@@ -94,8 +96,10 @@ def run_parts(
     context_path = context.work / "context.json"
     (context.work / "parts").mkdir(exist_ok=True)
     context_path.write_text(context.to_json(), encoding="utf-8")
-    for part in parts:
-        outcome = Outcome(part.name, part.title, round(min(part.seconds * patience, end - time.monotonic()), 1))
+    for number, part in enumerate(parts):
+        later = sum(other.seconds for other in parts[number + 1 :])
+        share = _share(part.seconds, later, end - time.monotonic())
+        outcome = Outcome(part.name, part.title, round(min(part.seconds * patience, share), 1))
         results.outcomes.append(outcome)
         if outcome.limit_s <= 1.0:
             outcome.status, outcome.error, outcome.limit_s = "skipped", "No time was left for this part.", 0.0
@@ -108,8 +112,18 @@ def run_parts(
     return all(outcome.status == "ok" for outcome in results.outcomes)
 
 
+def _share(own: float, later: float, left: float) -> float:
+    """How many of the seconds that are left a part may take at most: parts to come keep most of what is theirs.
+
+    Their limits add up to more than there is, as few of them will need what they may take; so where some hang, those
+    behind them still get a turn.
+    """
+    return left * (1 - KEPT * later / (own + later))
+
+
 def _run(part: Part, context: Context, context_path: Path, outcome: Outcome, results: Results) -> None:
     result_path, log_path = (context.work / "parts" / f"{part.name}.{kind}" for kind in ("json", "log"))
+    result_path.unlink(missing_ok=True)  # of an earlier check in the same folder
     began = time.monotonic()
     results.write()
     with log_path.open("wb") as log:

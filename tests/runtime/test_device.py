@@ -5,15 +5,19 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specrun.models_cache.errors import BackendError, UsageError
-from specrun.runtime import backend, cuda_runtime, device
+from specrun.runtime import backend, cuda_runtime, device, session
 from specrun.runtime.backend import create_session
+from specrun.runtime.calibration import probe
 from specrun.runtime.device import CPU, Device, cuda_problem, draft_device, find_device, made_for, require_memory
+from specrun.runtime.device_buffers import DeviceBuffers
 from specrun.runtime.device_graphs import greedy_graph
+from specrun.runtime.session import ModelSession, WidthRule, session_opener
 
 from .conftest import TinyModels
 
@@ -60,8 +64,9 @@ def with_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_both_installed", lambda: False)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, library: FakeRuntime | None) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, library: FakeRuntime | None, *, cudnn: bool = True) -> None:
     monkeypatch.setattr(cuda_runtime, "_library", lambda: library)
+    monkeypatch.setattr(cuda_runtime, "_has_cudnn", lambda: cudnn)
 
 
 def test_a_bundle_for_the_cpu_runs_there_and_nowhere_else(models: TinyModels) -> None:
@@ -106,6 +111,11 @@ def test_what_is_said_without_a_gpu(models: TinyModels, monkeypatch: pytest.Monk
     use(monkeypatch, None)
     with pytest.raises(BackendError, match=r"no CUDA libraries: .*specrun\[gpu\]"):
         find_device("cuda", manifest)
+    use(monkeypatch, FakeRuntime(), cudnn=False)
+    with pytest.raises(BackendError, match=r"finds no cuDNN 9: .*specrun\[gpu\]"):
+        find_device("cuda", manifest)
+    assert find_device("auto", manifest) == CPU
+    use(monkeypatch, None)
     with pytest.raises(BackendError, match="no CUDA libraries"):
         create_session(greedy_graph(8), threads=1, device=Device("cuda", resident=True))
 
@@ -150,6 +160,81 @@ def test_packages_in_folders_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not device._both_installed()
 
 
+@pytest.mark.parametrize(
+    ("built", "there", "problem"),
+    [("12.8", 12, None), ("12.8", 13, cuda_runtime.NO_LIBRARIES), ("13.0", 13, None), ("", 12, None), (None, 12, None)],
+)
+def test_the_library_of_the_version_that_onnxruntime_was_built_for(
+    monkeypatch: pytest.MonkeyPatch, built: str | None, there: int, problem: str | None
+) -> None:
+    """Another version, that came with some other program, may know no GPU where this one does, or the reverse."""
+
+    def load(name: str) -> FakeRuntime:
+        if str(there) not in name:
+            raise OSError(name)
+        return FakeRuntime()
+
+    monkeypatch.setattr(backend.onnxruntime(), "cuda_version", built, raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(cuda_runtime, "_has_cudnn", lambda: True)
+    cuda_runtime._library.cache_clear()
+    try:
+        assert cuda_runtime.gpu_problem() == problem
+    finally:
+        cuda_runtime._library.cache_clear()
+
+
+def test_buffers_take_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those outside a session come from an arena that doubles by default: KV would hold up to twice its size."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+    asked: list[str] = []
+    severities: list[int] = []
+    monkeypatch.setattr(backend.onnxruntime(), "set_default_logger_severity", severities.append)
+    strategies = SimpleNamespace(kSameAsRequested="same", kNextPowerOfTwo="double")
+    monkeypatch.setattr(native, "ArenaExtendStrategy", strategies, raising=False)
+    monkeypatch.setattr(native, "set_arena_extend_strategy", asked.append, raising=False)
+    device.preload.cache_clear()
+    try:
+        device.preload()
+        device.preload()
+    finally:
+        device.preload.cache_clear()
+    assert (asked, severities) == (["same"], [3])  # 2, warnings, would be a line for each session and each layer
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("CUDA failure 2: out of memory ; GPU=0", r"cuda has no room for a graph of specrun's own: choose a smaller"),
+        (
+            "Failed to allocate memory for requested buffer of size 8",
+            r"cuda has no room .* \(Failed to allocate memory",
+        ),
+        ("no kernel image is available", r"refused a graph of specrun's own: no kernel image is available"),
+    ],
+)
+@pytest.mark.usefixtures("with_provider")
+def test_a_session_that_cannot_begin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    """The reason is in the error, nothing is on standard output, and the processor does not load it all as well."""
+    ort = backend.onnxruntime()
+    asked: list[Any] = []
+
+    def create(self: Any, providers: Any, *rest: Any) -> None:
+        asked.append(providers)
+        self._fallback_providers = ["CPUExecutionProvider"]
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(ort.InferenceSession, "_create_inference_session", create)
+    use(monkeypatch, FakeRuntime())
+    with pytest.raises(BackendError, match=says):
+        create_session(greedy_graph(8), threads=1, device=Device("cuda", resident=True))
+    assert len(asked) == 1
+    assert capsys.readouterr().out == ""
+
+
 def test_too_little_memory_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device("cuda", resident=True)
     use(monkeypatch, FakeRuntime(free=5_000_000_000))
@@ -161,6 +246,33 @@ def test_too_little_memory_is_refused_with_the_figures(monkeypatch: pytest.Monke
         "are free: take a smaller one."
     )
     require_memory(CPU, "big", 1 << 60, 0, "the CPU is not asked")
+
+
+def test_trees_are_left_out_where_kv_will_take_the_room(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers are made after the weights of the chains are there and before those of the trees."""
+    bundle = models.bundle("tgt-cuda")
+    monkeypatch.setattr(session, "create_session", lambda *arguments, **options: object())
+    gpu, weights = Device("cuda", resident=True), bundle.weights_bytes
+    kv = 8 * weights
+
+    def opened(free: int) -> object:
+        use(monkeypatch, FakeRuntime(free=free))
+        return session._tree_opener(bundle, 1, gpu, kv)
+
+    assert opened(2 * weights + kv + device.RESERVE) is not None
+    assert opened(2 * weights + kv + device.RESERVE - 1) is None
+    assert session._tree_opener(bundle, 1, CPU, kv) is not None
+
+
+def test_buffers_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("Failed to allocate memory\nmore")
+
+    monkeypatch.setattr(backend.onnxruntime().OrtValue, "ortvalue_from_shape_and_type", refuse)
+    with pytest.raises(BackendError) as refused:
+        DeviceBuffers(Device("cuda", 1, resident=True)).output((1 << 20, 8), "float16")
+    says = "cuda:1 has no 17 MB left: use a smaller --context or --batch-size (Failed to allocate memory)."
+    assert str(refused.value) == says
 
 
 def test_what_decides_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +289,19 @@ def test_graphs_are_recorded_on_request(monkeypatch: pytest.MonkeyPatch) -> None
     assert gpu.providers(recorded=True)[0][1]["enable_cuda_graph"] == "1"
     assert gpu.providers()[0][1]["enable_cuda_graph"] == "0"  # small graphs run at any shape
     assert CPU.providers() == ["CPUExecutionProvider"]
+
+
+def test_where_the_graph_for_trees_cannot_run_chains_still_do(models: TinyModels) -> None:
+    """No kernel for its attention, or no room for its weights: that is no reason to refuse the model."""
+
+    def no_trees() -> Any:
+        raise BackendError("attention_bias is not supported")
+
+    def opened(batch: int, rule: WidthRule) -> ModelSession:
+        made = session_opener(models.bundle("tgt-cuda"), 1, Device(resident=True))(batch, rule)
+        made._open_trees = no_trees
+        return made
+
+    found = probe(opened)
+    assert (found.exactness, found.tree_bound) == ("bitwise", None)
+    assert opened(1, found.rule).tree_room(10) == 0

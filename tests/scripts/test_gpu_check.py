@@ -247,6 +247,41 @@ def test_a_folder_without_the_model(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--dry-run", "--only", "install", "--output", "FILE"),
+        ("--dry-run", "--only", "install", "--output", "FILE/below"),
+        ("--dry-run", "--only", "install", "--work", "FILE"),
+        ("collect", "FILE"),
+        ("join", "FILE", "--parts", "FOLDER"),
+        ("pack", "FOLDER", "--parts", "FILE"),
+    ],
+)
+def test_a_path_that_is_something_else(
+    tmp_path: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = tmp_path / "a file", tmp_path / "folder"
+    file.write_text("kept")
+    folder.mkdir()
+    (folder / "m.gguf").write_bytes(b"GGUF")
+    places = [word.replace("FILE", str(file)).replace("FOLDER", str(folder)) for word in arguments]
+    assert main(places) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"Error: {file}")
+    assert error.count("\n") == 1
+    assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize("option", ["--limit", "--patience"])
+@pytest.mark.parametrize("value", ["nan", "0", "-3", "inf", "much"])
+def test_numbers_that_cannot_be(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--dry-run", option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}" in capsys.readouterr().err
+
+
 def test_a_damaged_wheel_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "folder"
     (folder / "wheels").mkdir(parents=True)

@@ -19,7 +19,7 @@ from gpu_checks.parts import best_of, correctness, costs, exactness, export, kv_
 from gpu_checks.random_model import SHAPES, write_bundle
 from specrun.models_cache.errors import BackendError, UsageError
 from specrun.models_cache.layout import Bundle
-from specrun.runtime import Engine
+from specrun.runtime import Engine, calibration
 from specrun.runtime.calibration import Calibration
 from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.session import ModelSession, WidthRule
@@ -169,6 +169,17 @@ def test_logits_of_another_model(context: Context, report: Report, monkeypatch: 
     with pytest.raises(RuntimeError, match="The logits of int8, fp32 are not those of the model"):
         correctness.run(context, report)
     assert len(report.figures["logits"]) == 2 * (1 + len(correctness.STEPS))
+
+
+def test_the_device_against_the_processor_needs_no_probe_there(
+    engine: Engine, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of graphs of 16 bits that takes the processor longer than the part may."""
+    ids = models.text_ids(engine, 20)
+    wanted = correctness._logits(engine.target, ids, len(ids))
+    monkeypatch.setattr(calibration, "probe", lambda *arguments: pytest.fail("it was probed"))
+    monkeypatch.setenv("SPECRUN_HOME", str(context.work / "elsewhere"))
+    assert np.array_equal(correctness._on_cpu(context, engine, ids), wanted)
 
 
 @pytest.mark.usefixtures("doubles")

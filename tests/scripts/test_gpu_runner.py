@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpu_checks.context import DRY, Context
-from gpu_checks.runner import Part, Results, run_parts
+from gpu_checks.main import LIMIT, PARTS
+from gpu_checks.runner import Part, Results, _share, run_parts
 from gpu_checks.table import lines_of
 
 from .conftest import SCRIPTS
@@ -101,6 +103,7 @@ def test_what_a_part_started_ends_with_it(start: Start) -> None:
 def test_the_limit_of_all_parts(start: Start) -> None:
     """The last one is left out, and says so; none runs longer than what is left."""
     context, parts, results = start("fine", "hangs", "context")
+    parts[2] = replace(parts[2], seconds=1.0)  # for which nothing is kept
     began = time.monotonic()
     assert not run_parts(parts, context, results, limit=4)
     found = read(results)
@@ -109,6 +112,40 @@ def test_the_limit_of_all_parts(start: Start) -> None:
     assert found["parts"]["context"]["status"] == "skipped"
     assert "No time" in found["errors"]["context"]
     assert time.monotonic() - began < 60
+
+
+def test_parts_that_hang_leave_some_to_the_others(start: Start) -> None:
+    """Even where the limits of all add up to more than there is."""
+    context, parts, results = start("hangs", "fine", "context")
+    assert not run_parts(parts, context, results, limit=24)
+    found = read(results)
+    assert [part["status"] for part in found["parts"].values()] == ["timed out", "ok", "ok"]
+    assert found["parts"]["hangs"]["limit_s"] == pytest.approx(24 * (1 - 0.8 * 2 / 3), abs=0.2)
+
+
+def test_no_part_may_take_what_all_may_take() -> None:
+    """Whatever hangs, the ones behind get a turn; with time enough each has all of its own."""
+    left = LIMIT
+    for number, part in enumerate(PARTS):
+        later = sum(other.seconds for other in PARTS[number + 1 :])
+        limit = min(part.seconds, _share(part.seconds, later, left))
+        assert 2 < limit <= left
+        left -= limit
+    assert _share(60.0, 100.0, 480.0) > 60.0
+    assert _share(60.0, 0.0, 7.0) == 7.0
+    assert LIMIT < 480
+
+
+def test_figures_of_an_earlier_check_are_not_taken(start: Start, tmp_path: Path) -> None:
+    """The folder may be one that is kept; a part whose process dies before it begins has no figures."""
+    context, parts, results = start("fine")
+    (context.work / "parts").mkdir()
+    (context.work / "parts" / "fine.json").write_text(json.dumps({"figures": {"answer": 41}, "error": None}))
+    (tmp_path / "modules" / "sitecustomize.py").write_text("import os\nos._exit(3)\n")
+    assert not run_parts(parts, context, results, limit=60)
+    found = read(results)["parts"]["fine"]
+    assert (found["status"], found["figures"]) == ("failed", {})
+    assert "ended with 3" in found["error"]
 
 
 def test_a_part_is_told_everything(start: Start) -> None:
@@ -122,7 +159,7 @@ def test_a_part_is_told_everything(start: Start) -> None:
     assert any("widths: 1, 2, 5" in line for line in shown)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_whole_is_killed(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     """What was found by then is on the disk: the parts that were done, and of the one that ran what it had reported."""
     context, _, results = start("fine", "spawns")

@@ -121,3 +121,10 @@ def test_the_sums_of_a_folder(folder: Path) -> None:
     wheel.unlink()
     with pytest.raises(CheckError, match="is missing"):
         check_sums(folder)
+
+
+def test_sums_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "SHA256SUMS").write_bytes(b"\xff\xfe  m.gguf\n")
+    with pytest.raises(CheckError, match=r"m\.gguf in .* is damaged"):
+        check_sums(tmp_path)

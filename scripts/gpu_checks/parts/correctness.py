@@ -14,8 +14,9 @@ from gpu_checks.context import Context
 from gpu_checks.parts.export import REFERENCE
 from specrun.export.fidelity import compare_logits
 from specrun.models_cache.errors import SpecrunError
+from specrun.runtime.backend import default_threads
 from specrun.runtime.engine import Engine
-from specrun.runtime.session import ModelSession
+from specrun.runtime.session import ModelSession, WidthRule, session_opener
 
 POSITIONS = 200
 LEAST_AGREEMENT = 0.8  # of the best tokens: less is no rounding
@@ -54,8 +55,12 @@ def run(context: Context, report: Report) -> None:
 
 
 def _on_cpu(context: Context, engine: Engine, ids: list[int]) -> NDArray[np.float32]:
-    with Engine(engine.bundle, device="cpu", threads=context.threads) as other:
-        return _logits(other.target, ids, len(ids))
+    """A session alone: to load the engine, its widths would be probed, which takes the processor most of a minute."""
+    session = session_opener(engine.bundle, context.threads or default_threads())(1, WidthRule())
+    try:
+        return _logits(session, ids, len(ids))
+    finally:
+        session.close()
 
 
 def _logits(session: ModelSession, ids: list[int], width: int) -> NDArray[np.float32]:
