@@ -114,6 +114,8 @@ class BestOf:
         self._pruned: list[int] = []
         self._cut: list[int] = []
         self._over = False  # a budget is spent
+        self.scoring = False
+        """Decoding is over, and `cancel` changes nothing more."""
         self._start = 0.0
 
     def cancel(self) -> None:
@@ -143,6 +145,7 @@ class BestOf:
         sampling = self._request.options.sampling
         drawn = sampling.mode == "rejection" and not sampling.greedy
         candidates = self._candidates()
+        self.scoring = True
         began = time.perf_counter()
         scores = self.score.scores(self._said, candidates) if candidates else []
         if len(scores) != len(candidates):
