@@ -151,10 +151,14 @@ def _described(result: BestOfResult, candidate: Candidate) -> str:
 
 def _summary(result: BestOfResult) -> str:
     memory = result.memory
+    if not result.candidates:
+        return "interrupted before the first sample"
     won = f"no sample of {len(result.candidates)} can be chosen by {result.score}"
     if result.winner is not None:
         won = f"sample {_described(result, result.winner)} of {len(result.candidates)}"
     held = memory.kv_prefix_bytes + memory.kv_rows_bytes
+    if held >= memory.kv_copied_bytes:  # one row saves nothing
+        return f"{won}; keys and values {held / 1e6:.1f} MB"
     return (
         f"{won}; keys and values {held / 1e6:.1f} MB instead of {memory.kv_copied_bytes / 1e6:.1f} MB "
         f"({memory.kv_saved:.1%} less)"

@@ -56,6 +56,12 @@ def test_all_samples_best_first(tiny: str) -> None:
     assert "bit-equal to plain decoding of this graph, seed 5" in result.stderr
 
 
+def test_one_sample_is_compared_with_nothing(tiny: str) -> None:
+    result = best_of("--n", "1", "--max-tokens", "8", "Hello")
+    assert "of 1; keys and values" in result.stderr
+    assert "instead of" not in result.stderr
+
+
 def test_the_json(tiny: str) -> None:
     found = body("--n", "4", "--max-tokens", "8", "Hello")
     assert set(found) == KEYS
