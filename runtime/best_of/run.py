@@ -293,6 +293,10 @@ def _checked(engine: Engine, options: RequestOptions, n: int, certainties: bool)
     request = request_options(**given)
     if request.options.sampling.greedy and n > 1:
         raise UsageError(f"Without sampling all {n} samples are the same: give a temperature of 0.8, say, or n of 1.")
+    if request.method == "lookahead":
+        raise UsageError(
+            "Method 'lookahead' drafts for one request at a time, and best-of runs several: choose another."
+        )
     generation = replace(request.options, logprobs=request.options.logprobs or 0, certainties=certainties)
     return replace(request, options=generation, method=batch_method(engine, request.method))
 

@@ -41,6 +41,7 @@ def test_budgets_and_scores_that_are_none(models: TinyModels) -> None:
         ({"budget_tokens": float("nan")}, "budget_tokens must be 1"),
         ({"budget_s": "5"}, "budget_s must be above 0, not '5'"),
         ({"budget_s": True}, "budget_s must be above 0, not True"),
+        ({"method": "lookahead"}, "best-of runs several: choose another"),
         ({"score": "vote"}, "A score is an object .* not 'vote'"),
     ):
         with pytest.raises(UsageError, match=words):
