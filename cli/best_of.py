@@ -18,7 +18,7 @@ from specrun.cli.scores import SCORES_HELP, parse_score
 
 if TYPE_CHECKING:
     from specrun.runtime.best_of import BestOfResult, Candidate
-    from specrun.runtime.best_of.run import Progress
+    from specrun.runtime.best_of.run import BestOf, Progress
 
 
 @click.command("best-of")
@@ -101,7 +101,7 @@ def best_of(
             budget_s=budget_s,
             progress=show if is_terminal(sys.stderr) else None,
         )
-        with cancel_on_interrupt(run) as interrupt:
+        with cancel_on_interrupt(_Ending(run)) as interrupt:
             result = run.run()
     if as_json:
         echo_json(result.to_json(candidates=show_all))
@@ -116,6 +116,18 @@ def best_of(
         raise click.exceptions.Exit(INTERRUPTED)
     if result.winner is None:
         raise click.exceptions.Exit(1)
+
+
+class _Ending:
+    """What Ctrl-C does: samples that are being decoded end where they are; scores are not waited for."""
+
+    def __init__(self, run: BestOf) -> None:
+        self._run = run
+
+    def cancel(self) -> None:
+        if self._run.scoring:
+            raise KeyboardInterrupt
+        self._run.cancel()
 
 
 def _show(result: BestOfResult, show_all: bool) -> None:
@@ -139,10 +151,14 @@ def _described(result: BestOfResult, candidate: Candidate) -> str:
 
 def _summary(result: BestOfResult) -> str:
     memory = result.memory
+    if not result.candidates:
+        return "interrupted before the first sample"
     won = f"no sample of {len(result.candidates)} can be chosen by {result.score}"
     if result.winner is not None:
         won = f"sample {_described(result, result.winner)} of {len(result.candidates)}"
     held = memory.kv_prefix_bytes + memory.kv_rows_bytes
+    if held >= memory.kv_copied_bytes:  # one row saves nothing
+        return f"{won}; keys and values {held / 1e6:.1f} MB"
     return (
         f"{won}; keys and values {held / 1e6:.1f} MB instead of {memory.kv_copied_bytes / 1e6:.1f} MB "
         f"({memory.kv_saved:.1%} less)"

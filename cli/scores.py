@@ -112,7 +112,7 @@ def _python(rest: str, seconds: float | None, threads: int | None) -> Score:
     with _current_folder_first():
         try:
             found: Any = importlib.import_module(module)
-        except Exception as error:  # whatever the module does when it is imported
+        except (Exception, SystemExit) as error:  # whatever the module does when it is imported
             raise UsageError(f"The module {module!r} cannot be imported: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -124,11 +124,13 @@ def _python(rest: str, seconds: float | None, threads: int | None) -> Score:
 @contextlib.contextmanager
 def _current_folder_first() -> Iterator[None]:
     """A module beside the user is found, as `python -m` would find it."""
-    sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.path.remove(os.getcwd())
+        if folder in sys.path:  # the module may have changed it
+            sys.path.remove(folder)
 
 
 _MAKERS: Final[dict[str, Callable[[str, float | None, int | None], Score]]] = {

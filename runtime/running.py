@@ -100,13 +100,13 @@ class Running:
 
     @property
     def decided(self) -> int:
-        """How many those of `so_far` are."""
+        """How many tokens there are, those whose text is not sure yet included."""
         return len(self._tokens) + len(self._pending)
 
     @property
-    def so_far(self) -> list[Token]:
-        """The tokens that were decided, those whose text is not sure yet included."""
-        return [*self._tokens, *self._pending]
+    def sure(self) -> list[Token]:
+        """The tokens that no stop text can take back any more."""
+        return list(self._tokens)
 
     def result(self) -> Result:
         """What there is so far."""

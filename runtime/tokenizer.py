@@ -7,7 +7,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,11 @@ class Tokenizer:
             ) from error
         with self._lock:
             inner.encode_special_tokens = not parse_special
-            ids: list[int] = inner.encode(text, add_special_tokens=False).ids
+            try:
+                with without_panics():
+                    ids: list[int] = inner.encode(text, add_special_tokens=False).ids
+            except Exception as error:  # the library raises a bare Exception
+                raise IntegrityError(f"tokenizer.json fails on the text ({error}): export the model again") from error
         return ids
 
     def _without_first_prefix(self) -> tokenizers.Tokenizer:
@@ -211,9 +216,21 @@ class Tokenizer:
         return self._texts
 
 
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """A panic of the tokenizers library, which is no Exception, is a RuntimeError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(error)) from error
+
+
 def _load(document: str) -> tokenizers.Tokenizer:
     try:
-        inner = tokenizers.Tokenizer.from_str(document)
+        with without_panics():
+            inner = tokenizers.Tokenizer.from_str(document)
     except Exception as error:  # the library raises a bare Exception
         raise IntegrityError(f"tokenizer.json is not valid ({error}): export the model again") from error
     inner.no_truncation()

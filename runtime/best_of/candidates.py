@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -61,3 +63,13 @@ def mean_logprob(candidate: Candidate) -> float:
 def mean(values: Sequence[float]) -> float:
     """The mean of these numbers, -inf of none."""
     return sum(values) / len(values) if values else float("-inf")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number; truth values and NaN are none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:  # a whole number beyond any float
+        return True

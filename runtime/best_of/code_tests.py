@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Final
 
@@ -78,7 +79,9 @@ def assemble(text: str, preamble: str = "", entry_point: str | None = None) -> s
 
 def _defines(code: str, name: str) -> bool:
     try:
-        tree = ast.parse(code)
+        with warnings.catch_warnings():  # of doubtful backslashes, say
+            warnings.simplefilter("ignore")
+            tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return re.search(rf"^(?:async +)?(?:def|class) +{re.escape(name)}\b", code, re.M) is not None
     for node in tree.body:

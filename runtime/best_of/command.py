@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import IO, Final
 
@@ -16,7 +17,9 @@ from specrun.runtime.best_of.candidates import Candidate
 from specrun.runtime.best_of.function import checked_number
 
 SECONDS: Final = 60.0
-_MOST_OUTPUT: Final = 1 << 16
+_MOST_OUTPUT: Final = 1 << 16  # that is read
+_MOST_WRITTEN: Final = 1 << 26  # before the command is ended
+_TICK: Final = 0.05
 
 
 class CommandScore:
@@ -54,11 +57,9 @@ class CommandScore:
             except OSError as error:
                 raise ScoreError(f"{what} cannot be started: {error.strerror or error}.") from error
             try:
-                code = process.wait(self._seconds)
-            except subprocess.TimeoutExpired:
-                raise ScoreError(
-                    f"{what} takes more than {self._seconds:g} seconds for candidate {candidate.index}."
-                ) from None
+                code = self._wait(process, (out, err))
+            except ScoreError as error:
+                raise ScoreError(f"{what} {error} for candidate {candidate.index}.") from None
             finally:
                 _kill(process)
             if code:
@@ -73,6 +74,18 @@ class CommandScore:
                 f"{what} printed {text!r:.80} for candidate {candidate.index}: it must print one number."
             ) from None
         return checked_number(number, f"{what} printed", candidate.index)
+
+    def _wait(self, process: subprocess.Popen[bytes], written: Sequence[IO[bytes]]) -> int:
+        """Its exit code. Raises ScoreError for one that takes too long, or would fill the disk."""
+        end = time.monotonic() + self._seconds
+        while True:
+            try:
+                return process.wait(min(_TICK, max(0.0, end - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                if any(os.fstat(file.fileno()).st_size > _MOST_WRITTEN for file in written):
+                    raise ScoreError(f"prints more than {_MOST_WRITTEN >> 20} MB") from None
+                if time.monotonic() >= end:
+                    raise ScoreError(f"takes more than {self._seconds:g} seconds") from None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -27,7 +27,7 @@ class FunctionScore:
         for candidate in candidates:
             try:
                 value = self._function(prompt, candidate.text)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ScoreError(
                     f"The score {self.name} fails on candidate {candidate.index} with {type(error).__name__}: {error}"
                 ) from error
@@ -37,7 +37,10 @@ class FunctionScore:
 
 def checked_number(value: object, what: str, index: int) -> float:
     """`value` as a float. Raises ScoreError unless it is a number below infinity; -inf is one."""
-    number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    except OverflowError:  # a whole number beyond any float
+        number = math.nan
     if math.isnan(number) or number == math.inf:
         raise ScoreError(f"{what} {value!r:.80} for candidate {index}: it must be a number.")
     return number

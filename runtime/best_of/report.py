@@ -225,6 +225,8 @@ def read_labelled(line: Mapping[str, Any]) -> Labelled:
             return Labelled(right, scores, prompt_tokens=prompt, tokens=tokens)
         answers = tuple(None if sample["answer"] is None else normalise(str(sample["answer"])) for sample in samples)
         logprobs = tuple(float(sample["logprob"]) for sample in samples)
+        if any(math.isnan(logprob) for logprob in logprobs):
+            raise ValueError("a logprob is no number")
         return Labelled(right, None, answers, logprobs, prompt, tokens)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)

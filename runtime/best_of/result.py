@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.manifest import SHARED_GRAPH
-from specrun.runtime.best_of.candidates import Candidate
+from specrun.runtime.best_of.candidates import Candidate, is_number
 from specrun.runtime.result import SpeculationStats, Usage
 
 EXACT_TO: Final = "plain decoding of the shared-prefix graph with the same seed; generate's graph rounds otherwise"
@@ -130,7 +130,7 @@ def choose(candidates: Sequence[Candidate], scores: Sequence[float]) -> Candidat
     best: Candidate | None = None
     for candidate in candidates:
         score = scores[candidate.index]
-        if math.isnan(score):
+        if not is_number(score):
             raise UsageError(f"The score of candidate {candidate.index} is no number: mend the score.")
         if candidate.token_ids and score > (-math.inf if best is None else scores[best.index]):
             best = candidate

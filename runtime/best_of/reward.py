@@ -24,7 +24,7 @@ from specrun.models_cache.reward import GRAPH, TEMPLATE_NAME, TOKENIZER_NAME, Re
 from specrun.runtime.backend import create_session, default_threads, first_line
 from specrun.runtime.best_of.candidates import Candidate
 from specrun.runtime.chat_template import ChatTemplate
-from specrun.runtime.tokenizer import Tokenizer
+from specrun.runtime.tokenizer import Tokenizer, without_panics
 
 BATCH_TOKENS: Final = 4096
 _ONNX_TYPES: Final = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(float16)": "float16"}
@@ -175,7 +175,8 @@ class _Format:
             self._bos = manifest.special_ids.bos
             return
         try:
-            self._pair = tokenizers.Tokenizer.from_str(document)
+            with without_panics():
+                self._pair = tokenizers.Tokenizer.from_str(document)
         except Exception as error:  # the library raises a bare Exception
             raise IntegrityError(f"tokenizer.json is not valid ({error}): export the model again") from error
         self._pair.no_padding()
@@ -211,7 +212,8 @@ class _Format:
                     self._pair.no_truncation()
                 else:
                     self._pair.enable_truncation(limit, strategy="longest_first", direction="left")
-                found = self._pair.encode(prompt, text)
+                with without_panics():
+                    found = self._pair.encode(prompt, text)
             except Exception as error:  # the library raises a bare Exception, as for a limit that holds no text
                 raise ScoreError(
                     f"The tokenizer of {self._bundle.manifest.name} cannot join prompt and answer: {first_line(error)}"

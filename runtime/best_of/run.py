@@ -20,7 +20,7 @@ from specrun.runtime.batching.batch_row import batch_method
 from specrun.runtime.batching.batch_size import memory_for_rows
 from specrun.runtime.batching.batch_stats import BatchStats
 from specrun.runtime.batching.scheduler import Incoming, Scheduler
-from specrun.runtime.best_of.candidates import Candidate, Score
+from specrun.runtime.best_of.candidates import Candidate, Score, is_number
 from specrun.runtime.best_of.likelihood import LogprobScore
 from specrun.runtime.best_of.limits import MOST_ROWS, MOST_SAMPLES, TEMPERATURE
 from specrun.runtime.best_of.prefix_pool import PrefixPool
@@ -84,20 +84,22 @@ class BestOf:
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.score: Score = LogprobScore() if score is None else score
+        if not callable(getattr(self.score, "scores", None)):
+            raise UsageError(f"A score is an object such as VoteScore(), not {score!r:.60}.")
         self._request = _checked(engine, options, n, certainties or self.score.name == "certainty")
         self._bound: Callable[[Sequence[float], int], float | None] | None = None
         if prune:
             self._bound = getattr(self.score, "bound", None)
             if self._bound is None:
                 raise UsageError(f"Score '{self.score.name}' cannot tell early who cannot win: leave prune out.")
-        if budget_tokens is not None and (isinstance(budget_tokens, bool) or budget_tokens < 1):
+        if budget_tokens is not None and not (is_number(budget_tokens) and budget_tokens >= 1):
             raise UsageError(f"budget_tokens must be 1 or more, not {budget_tokens!r}.")
-        if budget_s is not None and not budget_s > 0:
+        if budget_s is not None and not (is_number(budget_s) and budget_s > 0):
             raise UsageError(f"budget_s must be above 0, not {budget_s!r}.")
         self._budget_tokens, self._budget_s = budget_tokens, budget_s
         self._engine, self._right, self._progress = engine, right, progress
-        self._said = _said(prompt)
         self._prompt = engine.encode(prompt, system=self._request.system, raw=self._request.raw)
+        self._said = _said(prompt)
         self._runnings = [
             Running(engine, replace(self._request, sample_index=index), self._prompt) for index in range(n)
         ]
@@ -112,6 +114,8 @@ class BestOf:
         self._pruned: list[int] = []
         self._cut: list[int] = []
         self._over = False  # a budget is spent
+        self.scoring = False
+        """Decoding is over, and `cancel` changes nothing more."""
         self._start = 0.0
 
     def cancel(self) -> None:
@@ -141,6 +145,7 @@ class BestOf:
         sampling = self._request.options.sampling
         drawn = sampling.mode == "rejection" and not sampling.greedy
         candidates = self._candidates()
+        self.scoring = True
         began = time.perf_counter()
         scores = self.score.scores(self._said, candidates) if candidates else []
         if len(scores) != len(candidates):
@@ -249,7 +254,7 @@ class BestOf:
 
     def _hopeless(self, running: Running) -> bool:
         assert self._bound is not None
-        bound = self._bound([token.logprob or 0.0 for token in running.so_far], self._most_tokens)
+        bound = self._bound([token.logprob or 0.0 for token in running.sure], self._most_tokens)
         return bound is not None and bound < self._best
 
     def _ended(self, index: int, result: Result) -> None:
@@ -274,7 +279,7 @@ class BestOf:
     def _pass_at_k(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
         if self._right is None or not candidates:
             return None
-        right, count = sum(map(self._right, candidates)), len(candidates)
+        right, count = sum(bool(self._right(candidate)) for candidate in candidates), len(candidates)
         return {k: cost_model.pass_at_k(count, right, k) for k in sorted({*_KEPT_KS, count}) if k <= count}
 
 
@@ -288,6 +293,10 @@ def _checked(engine: Engine, options: RequestOptions, n: int, certainties: bool)
     request = request_options(**given)
     if request.options.sampling.greedy and n > 1:
         raise UsageError(f"Without sampling all {n} samples are the same: give a temperature of 0.8, say, or n of 1.")
+    if request.method == "lookahead":
+        raise UsageError(
+            "Method 'lookahead' drafts for one request at a time, and best-of runs several: choose another."
+        )
     generation = replace(request.options, logprobs=request.options.logprobs or 0, certainties=certainties)
     return replace(request, options=generation, method=batch_method(engine, request.method))
 

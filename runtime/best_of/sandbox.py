@@ -13,7 +13,8 @@ itself) and answers that cheat in simple ones (an exit before the tests, other b
 What does not: the kernel is the same one, files that the user can read can be read, services that listen on a socket in
 the user's folders can be reached, and without namespaces the code can do to the user's files and processes what the
 user can. It is one Python process with its tests, so code that sets out to search Python's memory for the token that
-the reports carry can claim to have passed. Memory is bounded for each process, not for all of them together.
+the reports carry can claim to have passed, and so can code that changes a module of which the tests make use. Memory is
+bounded for each process, not for all of them together.
 """
 
 from __future__ import annotations
@@ -163,8 +164,12 @@ def read_tests(source: str, entry_point: str | None = None, *, name: str = "The 
         return UnitTests("check", (source,), (None,), 1, entry_point)
     found: list[Any] = [node.name for node in functions if node.name.startswith("test")]
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in node.bases):
-            methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
+        bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+        if isinstance(node, ast.ClassDef) and any("TestCase" in base for base in bases):
+            kinds = (
+                ast.FunctionDef | ast.AsyncFunctionDef if any("Async" in base for base in bases) else ast.FunctionDef
+            )
+            methods = [part.name for part in node.body if isinstance(part, kinds)]
             found += [[node.name, method] for method in methods if method.startswith("test")]
     if found:
         return UnitTests("functions", (source,), tuple(found), len(found), entry_point)

@@ -26,9 +26,12 @@ def run_tests(spec: dict[str, Any], results: int) -> None:
     leave, write, run, compiled = os._exit, os.write, exec, compile
     token = spec.pop("token")
     kind, tests, entry = spec["kind"], spec["tests"], spec["entry_point"]
-    case_result, modules = unittest.TestResult, dict(sys.modules)
-    classes = [(owner, dict(vars(owner))) for owner in (unittest.TestCase, unittest.TestResult)]
-    pristine = dict(vars(builtins))
+    case_result, suite, modules = unittest.TestResult, unittest.TestSuite, dict(sys.modules)
+    owners: list[Any] = [unittest, unittest.case, unittest.result, unittest.suite]
+    for module in owners[:4]:
+        owners += [part for part in vars(module).values() if getattr(part, "__module__", "") == module.__name__]
+    kept = [(owner, dict(vars(owner))) for owner in owners if isinstance(owner, (type, types.ModuleType))]
+    built_in, pristine = vars(builtins), dict(vars(builtins))
 
     def say(line: str, write: Callable[[int, bytes], int] = write) -> None:
         write(results, f"{token} {line[:_MOST_REASON]!a}\n".encode("ascii"))
@@ -41,6 +44,7 @@ def run_tests(spec: dict[str, Any], results: int) -> None:
         sys.path.insert(0, ".")
         # From here on nothing can be trusted but the names of this function.
         run(compiled(spec["solution"], "solution.py", "exec", dont_inherit=True), vars(solution))
+        built_in.update(pristine)
         for name, value in list(vars(solution).items()):
             if name not in pristine and not (name.startswith("__") and name.endswith("__")):
                 space[name] = value
@@ -54,7 +58,9 @@ def run_tests(spec: dict[str, Any], results: int) -> None:
         leave(0)
 
     sys.modules.update(modules)
-    for owner, parts in classes:
+    for owner, parts in kept:
+        for name in set(vars(owner)).difference(parts):
+            delattr(owner, name)
         for name, part in parts.items():
             if name not in ("__dict__", "__weakref__"):
                 setattr(owner, name, part)
@@ -86,7 +92,7 @@ def run_tests(spec: dict[str, Any], results: int) -> None:
             else:
                 owner, method = test
                 found = case_result()
-                space[owner](method).run(found)
+                suite([space[owner](method)]).run(found)  # which sets the class up too
                 if found.testsRun != 1 or not found.wasSuccessful() or found.skipped:
                     problems = [*found.failures, *found.errors]
                     say(f"fail {index} {problems[0][1].strip().splitlines()[-1] if problems else 'skipped'}")

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,12 @@ def test_all_samples_best_first(tiny: str) -> None:
     assert len(scores) == 3
     assert scores == sorted(scores, reverse=True)
     assert "bit-equal to plain decoding of this graph, seed 5" in result.stderr
+
+
+def test_one_sample_is_compared_with_nothing(tiny: str) -> None:
+    result = best_of("--n", "1", "--max-tokens", "8", "Hello")
+    assert "of 1; keys and values" in result.stderr
+    assert "instead of" not in result.stderr
 
 
 def test_the_json(tiny: str) -> None:
@@ -122,6 +130,26 @@ def test_an_interrupt_shows_what_there_is(tiny: str) -> None:
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
     assert json.loads(stdout)["n"] in (0, 2)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_an_interrupt_does_not_wait_for_a_score(tiny: str, tmp_path: Path) -> None:
+    sign, rate = tmp_path / "sign", tmp_path / "rate.py"
+    rate.write_text(f"import time\nopen({str(sign)!r}, 'w').close()\ntime.sleep(100)\n")
+    script = f"{INTERRUPTIBLE}from specrun.cli.main import main; main()"
+    command = ["best-of", "--model", "tiny", "--n", "2", "--max-tokens", "4", "Hello"]
+    command += ["--score", f"command:{shlex.quote(sys.executable)} {shlex.quote(str(rate))}"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
+    )
+    while process.poll() is None and not sign.exists():
+        time.sleep(0.01)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=250)
+    assert (process.returncode, stdout) == (130, ""), stderr
+    assert "Traceback" not in stderr
+    assert time.monotonic() - started < 50
 
 
 def test_lines_of_a_job_that_want_several(tiny: str, tmp_path: Path) -> None:

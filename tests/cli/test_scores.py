@@ -63,6 +63,19 @@ def test_a_function_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert sys.path == before
 
 
+def test_a_module_that_ends_the_program_or_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_ending_module.py").write_text("import sys\nsys.exit()\n")
+    (tmp_path / "my_moving_module.py").write_text(
+        "import os\nos.chdir('/')\ndef rate(prompt, text): return len(text)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    with pytest.raises(UsageError, match="cannot be imported: SystemExit"):
+        parse_score("python:my_ending_module:rate")
+    assert parse_score("python:my_moving_module:rate").scores("", ROWS) == [4.0, 10.0]
+    assert sys.path == before
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import pytest
 
@@ -75,3 +76,12 @@ def test_shares() -> None:
 def test_a_file_without_tests_names_it() -> None:
     with pytest.raises(UsageError, match=r"mine\.py hold no test"):
         CodeTestsScore("x = 1", file="mine.py")
+
+
+def test_doubtful_backslashes_in_an_answer_warn_nobody() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        text = "```python\nimport re\ndef f(x):\n    return re.sub('\\d', '', x)\n```"
+        assert "re.sub('\\d'" in text
+        assert assemble(text, "import re\n", "f").startswith("import re\n\nimport re\ndef f")
+    assert told == []

@@ -109,3 +109,17 @@ def test_a_command_that_is_not_there() -> None:
 def test_a_command_that_does_not_read() -> None:
     big = candidates("x" * 3_000_000)
     assert command("print(1)").scores("", big) == [1.0]
+
+
+def test_a_command_that_would_fill_the_disk_is_ended() -> None:
+    started = time.monotonic()
+    with pytest.raises(ScoreError, match="prints more than 64 MB for candidate 0"):
+        command("import os\nwhile True: os.write(1, b'1' * 65536)", seconds=60.0).scores("", ROWS)
+    assert time.monotonic() - started < 50
+
+
+def test_numbers_beyond_any_and_an_end_of_the_program() -> None:
+    with pytest.raises(ScoreError, match="for candidate 0: it must be a number"):
+        FunctionScore(lambda prompt, text: 10**400).scores("", ROWS)
+    with pytest.raises(ScoreError, match="fails on candidate 0 with SystemExit: 0"):
+        FunctionScore(lambda prompt, text: sys.exit(0)).scores("", ROWS)

@@ -155,6 +155,9 @@ def test_lines_of_a_labelled_file() -> None:
     for line in ({}, {"samples": [{"score": 1}]}, {"samples": [{"right": 1, "score": 1}]}, {"samples": 3}):
         with pytest.raises(UsageError, match="not as a labelled question must be"):
             read_labelled(line)
+    votes[0]["logprob"] = "nan"
+    with pytest.raises(UsageError, match="a logprob is no number"):
+        read_labelled({"samples": votes})
 
 
 def test_a_labelled_file(tmp_path: Path) -> None:

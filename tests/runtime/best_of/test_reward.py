@@ -193,3 +193,22 @@ def test_external_data_outside_the_bundle_is_not_read(tmp_path: Path) -> None:
     (bundle.path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(BackendError, match=r"refused model\.onnx"):
         RewardScore(load_reward(bundle.path), threads=1)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {"type": "Precompiled", "precompiled_charsmap": "AAAA"},  # the library panics when it loads it
+        {"type": "Replace", "pattern": {"String": ""}, "content": "xx"},  # and when this one is used
+    ],
+)
+def test_tokenizers_that_panic(template: str | None, normalizer: dict[str, Any]) -> None:
+    bundle = handmade_reward(reward_table(), template=template)
+    path = bundle.path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
+    manifest = json.loads((bundle.path / "manifest.json").read_text())
+    manifest["files"]["tokenizer.json"]["size"] = path.stat().st_size
+    (bundle.path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises((IntegrityError, ScoreError)), RewardScore(load_reward(bundle.path), threads=1) as score:
+        score.rewards(PAIRS)

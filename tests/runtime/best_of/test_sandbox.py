@@ -263,6 +263,17 @@ def test_cheats_do_not_pass(cheat: str) -> None:
         "class TestCase:\n    def __init__(self, name): pass\n"
         "    def run(self, found): found.testsRun = 1\n"
         "fake.TestCase = TestCase\nsys.modules['unittest'] = fake\n",
+        "import unittest\ndef find(self, name):\n"
+        "    return (lambda *a: None) if name == 'assertEqual' else object.__getattribute__(self, name)\n"
+        "unittest.TestCase.__getattribute__ = find\n",
+        "import unittest.case, contextlib\n@contextlib.contextmanager\ndef quiet(self, *a, **k):\n"
+        "    try:\n        yield\n    except AssertionError:\n        pass\n"
+        "unittest.case._Outcome.testPartExecutor = quiet\n",
+        "import unittest.case\nclass Deaf(unittest.case._Outcome):\n"
+        "    def __setattr__(self, name, value): object.__setattr__(self, name, True if name == 'success' else value)\n"
+        "unittest.case._Outcome = Deaf\nunittest.case._addError = lambda *a: None\n",
+        "import builtins, unittest\nunittest.TestCase.assertEqual = lambda *a: None\n"
+        "builtins.setattr = builtins.delattr = lambda *a: None\n",
     ],
 )
 def test_cheats_with_unittest_do_not_pass(cheat: str) -> None:
@@ -271,6 +282,22 @@ def test_cheats_with_unittest_do_not_pass(cheat: str) -> None:
     )
     assert run(cheat + "def f(x):\n    return 7\n", read_tests(tests)).passed == 0
     assert run(cheat + GOOD, read_tests(tests)).passed == 1
+
+
+def test_classes_are_set_up_and_methods_awaited() -> None:
+    cases = (
+        "import unittest\n\nclass One(unittest.TestCase):\n"
+        "    @classmethod\n    def setUpClass(cls):\n        cls.two = 2\n\n"
+        "    def test_it(self):\n        self.assertEqual(f(1), self.two)\n\n"
+        "class Two(unittest.IsolatedAsyncioTestCase):\n"
+        "    async def test_right(self):\n        self.assertEqual(f(2), 3)\n\n"
+        "    async def test_wrong(self):\n        self.assertEqual(f(2), 4)\n\n"
+        "class Three(unittest.TestCase):\n"
+        "    @classmethod\n    def setUpClass(cls):\n        raise KeyError('gone')\n\n"
+        "    def test_it(self):\n        pass\n"
+    )
+    outcome = run(GOOD, read_tests(cases))
+    assert (outcome.passed, outcome.total, outcome.reason) == (2, 4, "AssertionError: 3 != 4")
 
 
 def test_a_flood_of_reports_is_cut() -> None:
