@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,8 +16,10 @@ from specrun.cli.opening import open_engine
 from specrun.cli.options import engine_values, request_values, sampled_options
 from specrun.cli.output import EXACTNESS, echo_json, end_text, is_terminal, note, progress_line, write_text
 from specrun.cli.scores import SCORES_HELP, parse_score
+from specrun.models_cache.errors import SpecrunError, UsageError
 
 if TYPE_CHECKING:
+    from specrun.runtime import Engine
     from specrun.runtime.best_of import BestOfResult, Candidate
     from specrun.runtime.best_of.run import BestOf, Progress
 
@@ -39,6 +42,13 @@ if TYPE_CHECKING:
 )
 @click.option("--budget-tokens", type=int, metavar="N", help="End all samples at about N tokens of all together.")
 @click.option("--budget-s", type=float, metavar="S", help="End all samples after S seconds.")
+@click.option("--answer", metavar="TEXT", help="The right answer: say how likely one of k samples gives it (pass@k).")
+@click.option(
+    "--labels",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Instead of a prompt, JSON lines with prompt and answer: report how often the best is right, beside pass@n.",
+)
 @sampled_options
 @constraint_options
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
@@ -53,6 +63,8 @@ def best_of(
     prune: bool,
     budget_tokens: int | None,
     budget_s: float | None,
+    answer: str | None,
+    labels: str | None,
     raw: bool,
     system: str | None,
     stats: bool,
@@ -78,12 +90,22 @@ def best_of(
       specrun best-of --score certainty --temperature 1 "What is 17 * 23?"
       specrun best-of --n 32 --prune --budget-s 10 --file question.txt
       specrun best-of --json --all "Name a river." | jq '.candidates[].score'
+      specrun best-of --score vote --labels questions.jsonl
     """
+    from specrun.runtime.best_of.answers import normalise
+    from specrun.runtime.best_of.labels import Marker
     from specrun.runtime.best_of.run import BestOf
 
+    if labels is not None and not (prompt is None and file is None and answer is None and not show_all):
+        raise UsageError("--labels brings prompts and answers: leave the prompt, --file, --answer and --all out.")
     score = parse_score(score_name, threads=values["threads"])
-    text = read_prompt(prompt, file, "best-of")
+    own: Any = {"n": samples, "score": score, "prune": prune, "budget_tokens": budget_tokens, "budget_s": budget_s}
     options: Any = {**request_values(values), **constraint_values(values), "system": system, "raw": raw}
+    if labels is not None:
+        with open_engine(**engine_values(values), methods=(values["method"],)) as engine:
+            _report(engine, Path(labels), options, own, as_json=as_json)
+        return
+    text = read_prompt(prompt, file, "best-of")
     with open_engine(**engine_values(values), methods=(values["method"],)) as engine, progress_line() as line:
 
         def show(progress: Progress) -> None:
@@ -94,11 +116,8 @@ def best_of(
             engine,
             text,
             options,
-            n=samples,
-            score=score,
-            prune=prune,
-            budget_tokens=budget_tokens,
-            budget_s=budget_s,
+            **own,
+            right=None if answer is None else Marker(score).right(normalise(answer)),
             progress=show if is_terminal(sys.stderr) else None,
         )
         with cancel_on_interrupt(_Ending(run)) as interrupt:
@@ -108,6 +127,8 @@ def best_of(
     else:
         _show(result, show_all)
     note(_summary(result))
+    if result.pass_at_k is not None:
+        note(", ".join(f"pass@{k} {chance:.1%}" for k, chance in result.pass_at_k.items()))
     for said in getattr(score, "notes", ()):
         note(said)
     if stats:
@@ -116,6 +137,38 @@ def best_of(
         raise click.exceptions.Exit(INTERRUPTED)
     if result.winner is None:
         raise click.exceptions.Exit(1)
+
+
+def _report(engine: Engine, path: Path, options: Any, own: dict[str, Any], *, as_json: bool) -> None:
+    """Samples for each question of a file, and what choosing among them is worth."""
+    from specrun.runtime.best_of.labels import Marker, read_questions
+    from specrun.runtime.best_of.report import report
+    from specrun.runtime.best_of.run import BestOf
+
+    questions, marker, done = read_questions(path), Marker(own["score"]), []
+    interrupted, failure = False, None
+    with progress_line() as line:
+        for number, question in enumerate(questions, 1):
+            line(f"Question {number} of {len(questions)}", 0, None)
+            try:
+                run = BestOf(engine, question.prompt, options, **own)
+                with cancel_on_interrupt(_Ending(run)) as interrupt:
+                    result = run.run()
+            except SpecrunError as error:
+                failure = type(error)(f"{path}, question {number}: {error}")
+                break
+            interrupted = interrupt.came
+            if interrupted:
+                break
+            done.append(marker.labelled(result, question.answer))
+    if done:
+        found = report(done)
+        echo_json(found.to_json()) if as_json else click.echo(found.table())
+    if failure is not None:
+        raise failure
+    if interrupted:
+        note(f"interrupted: {len(done)} of {len(questions)} questions are done")
+        raise click.exceptions.Exit(INTERRUPTED)
 
 
 class _Ending:

@@ -14,7 +14,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specrun.cli.main import main
+from specrun.cli.scores import parse_score
 from specrun.runtime import Engine
+from specrun.runtime.best_of.answers import AnswerPattern
+from specrun.runtime.best_of.labels import Marker
+from specrun.runtime.best_of.report import report
 
 from ..conftest import INTERRUPTIBLE
 
@@ -180,3 +184,72 @@ def test_lines_of_a_job_that_want_several(tiny: str, tmp_path: Path) -> None:
     assert len(one["choices"]) == 1
     assert one["n"] == 2
     assert three["usage"]["completion_tokens"] == expected.usage.completion_tokens
+
+
+def test_the_right_answer_gives_pass_at_k(tiny: str) -> None:
+    pattern = r"vote:(\w)"
+    listed = body("--n", "8", "--max-tokens", "12", "--score", pattern, "--all", "Hello")
+    answers = AnswerPattern(r"(\w)").find([candidate["text"] for candidate in listed["candidates"]])
+    answer = next(found for found in answers if found is not None)
+    share = answers.count(answer) / 8
+    assert share > 0
+    found = body("--n", "8", "--max-tokens", "12", "--score", pattern, "--answer", f" {answer} ", "Hello")
+    assert found["pass_at_k"]["1"] == pytest.approx(share)
+    assert found["pass_at_k"]["8"] == 1.0
+    told = best_of("--n", "8", "--max-tokens", "12", "--score", pattern, "--answer", answer, "Hello").stderr
+    assert f"pass@1 {share:.1%}" in told
+
+
+@pytest.mark.parametrize("score", ["logprob", r"vote:(\w)"])
+def test_a_file_of_questions_and_answers(tiny: str, tmp_path: Path, score: str) -> None:
+    prompts, lines, marker = ["Hello", "Good night", "Yes"], [], Marker(parse_score(score))
+    labelled = []
+    with Engine.load(tiny) as engine:
+        for prompt in prompts:
+            result = engine.best_of(prompt, n=6, max_tokens=10, seed=5, score=parse_score(score))
+            answers = Marker(parse_score(r"vote:(\w)" if "vote" in score else "vote"))
+            found = answers.labelled(result, "?").answers
+            answer = next((one for one in found if one is not None), "7")
+            lines.append(json.dumps({"prompt": prompt, "answer": answer, "level": 3}))
+            labelled.append(marker.labelled(result, answer))
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n\n".join(lines), encoding="utf-8")
+    given = ("--n", "6", "--max-tokens", "10", "--score", score, "--labels", str(path))
+    told = best_of(*given)
+    assert told.exit_code == 0, told.stderr
+    assert told.stdout == report(labelled).table() + "\n"
+    assert "question 1 of 3" in told.stderr
+    assert json.loads(best_of(*given, "--json").stdout) == json.loads(json.dumps(report(labelled).to_json()))
+    if "vote" in score:
+        assert any(any(one.right) for one in labelled)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no question"),
+        ('{"prompt": "a", "answer": 1}\n{"prompt": "", "answer": "1"}', "line 2: prompt must be text"),
+        ('{"prompt": "a"}', "line 1: answer must be text or a number"),
+        ('{"prompt": "a", "answer": true}', "line 1: answer must be text or a number"),
+        ('{"prompt": "a", "answer": " "}', "line 1: answer must be text or a number"),
+        ("[1]", "line 1: "),
+        ('{"prompt": "a", "answer": "1"', "line 1: it is not valid JSON"),
+    ],
+)
+def test_a_wrong_file_of_questions(tiny: str, tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(text, encoding="utf-8")
+    result = best_of("--labels", str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+
+
+def test_a_question_that_cannot_be_asked_leaves_the_report_of_the_others(tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    lines = [{"prompt": "Hello", "answer": 4}, {"prompt": "word " * 5_000, "answer": 4}, {"prompt": "No", "answer": 1}]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    result = best_of("--n", "2", "--max-tokens", "4", "--labels", str(path))
+    assert result.exit_code == 1
+    assert result.stdout.startswith("1 questions, 2 samples each")
+    assert "question 2: " in result.stderr
+    assert best_of("--labels", str(path), "Hello").exit_code == 2
