@@ -26,6 +26,7 @@ def open_engine(
     draft: str | None = None,
     threads: int | None = None,
     device: str = "auto",
+    draft_device: str | None = None,
     context: int | None = None,
     yes: bool = False,
     methods: Iterable[str | None] = (),
@@ -44,7 +45,9 @@ def open_engine(
     ensure_speculators(bundle, draft, methods)
     drafting = find_draft(bundle, draft) if draft is not None else None
     with waiting(f"loading {bundle.manifest.name}"):
-        engine = Engine(bundle, draft=drafting, threads=threads, device=device, context=context)
+        engine = Engine(
+            bundle, draft=drafting, threads=threads, device=device, draft_device=draft_device, context=context
+        )
     if device == "auto" and engine.device.kind == "cpu" and made_for(bundle.manifest) == "cuda":
         note(f"{bundle.manifest.name} was exported for a GPU and runs on the CPU, slowly: {cuda_problem()}")
     return engine

@@ -33,6 +33,11 @@ _ENGINE: tuple[Decorator, ...] = (
         help="Where the model runs. auto: on an NVIDIA GPU if the model was exported for one (specrun export --device "
         "cuda) and there is one, else on the CPU.",
     ),
+    click.option(
+        "--draft-device",
+        metavar="cpu|cuda|cuda:N",
+        help="Where a draft model runs; by default where the model does, or on the CPU if it was exported for that.",
+    ),
     click.option("--context", type=int, help="Use at most so many positions of the model's context."),
     click.option("--yes", is_flag=True, help=f"Get {DEFAULT_MODEL} without asking if it is not here yet."),
 )
@@ -132,7 +137,7 @@ _SHOWING: tuple[Decorator, ...] = (
     ),
 )
 
-_ENGINE_NAMES = ("model", "draft", "threads", "device", "context", "yes")
+_ENGINE_NAMES = ("model", "draft", "threads", "device", "draft_device", "context", "yes")
 _REQUEST_NAMES = (
     "method",
     "draft_length",
@@ -153,7 +158,7 @@ _REQUEST_NAMES = (
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--model, --draft, --threads, --device, --context, --yes."""
+    """--model, --draft, --threads, --device, --draft-device, --context, --yes."""
     return _decorated(command, _ENGINE)
 
 

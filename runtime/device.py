@@ -94,8 +94,13 @@ def find_device(name: str | Device, manifest: Manifest) -> Device:
     return Device("cuda", int(found[1] or 0), resident=True)
 
 
-def draft_device(target: Device, draft: Bundle) -> Device:
-    """Where a draft model runs: beside its target, or on the CPU if that is what it was exported for."""
+def draft_device(target: Device, draft: Bundle, name: str | Device | None = None) -> Device:
+    """Where a draft model runs: on the device `name`; by default beside its target, or on the CPU if it is made for it.
+
+    Raises what `find_device` raises.
+    """
+    if name is not None:
+        return find_device(name, draft.manifest)
     return CPU if target.kind == "cuda" and made_for(draft.manifest) == "cpu" else target
 
 

@@ -15,7 +15,8 @@ from specrun.models_cache.layout import Bundle
 from specrun.models_cache.speculator import InstalledSpeculator
 from specrun.runtime.calibration import Calibration, calibrate
 from specrun.runtime.chooser import Chooser
-from specrun.runtime.device import Device, draft_device
+from specrun.runtime.device import Device
+from specrun.runtime.device import draft_device as device_of_draft
 from specrun.runtime.draft_length import AcceptanceEstimate, DraftLengthPlanner
 from specrun.runtime.head_estimate import HeadEstimate, estimates
 from specrun.runtime.heads import HEAD_METHODS, Heads
@@ -62,6 +63,7 @@ class Drafting:
         device: Device,
         tuning: Tuning = UNTUNED,
         context: int | None = None,
+        draft_device: str | Device | None = None,
     ) -> None:
         self._bundle = bundle
         self._context = context
@@ -77,7 +79,9 @@ class Drafting:
         # The method of what was named: the default then, and what "auto" pairs with n-grams.
         self.given = None if draft is None else "draft" if chosen is None else chosen.manifest.method
         if isinstance(draft, Bundle):
-            self._load_draft(draft, threads)
+            self._load_draft(draft, threads, device_of_draft(device, draft, draft_device))
+        elif draft_device is not None:
+            raise UsageError("Only a draft model has a device of its own: heads run where their target does.")
         self._tuning = tuning
         self.heads = Heads(bundle, threads, device, chosen, tuning)
         self.table = self.new_table()
@@ -246,7 +250,8 @@ class Drafting:
         """The draft model, loaded now if it was not; UsageError if there is none."""
         if self.draft is None:
             speculator = self.heads.require("draft")
-            self._load_draft(speculator.draft_bundle(self._bundle), self.heads.threads)
+            bundle = speculator.draft_bundle(self._bundle)
+            self._load_draft(bundle, self.heads.threads, device_of_draft(self._device, bundle))
             self._draft_vocabulary = speculator.vocabulary()
             self._draft_acceptance, self._draft_speculator = speculator.manifest.acceptance, speculator
             self._draft_estimates = self._new_draft_estimates()
@@ -272,8 +277,7 @@ class Drafting:
         reader = self.draft_reader(request, chooser)
         return draft_method.DraftProposer(draft.session, reader, planner, estimate, self.draft_tokens)
 
-    def _load_draft(self, draft: Bundle, threads: int) -> None:
-        device = draft_device(self._device, draft)
+    def _load_draft(self, draft: Bundle, threads: int, device: Device) -> None:
         open_draft = session_opener(draft, threads, device, shared_cpu=True, context=self._context)
         self._draft_calibration = calibrate(draft, threads, open_draft, device=device)
         self.draft = open_draft(1, self._draft_calibration.rule)

@@ -63,6 +63,7 @@ class Engine(BestOfCalls):
         draft: Bundle | InstalledSpeculator | None = None,
         threads: int | None = None,
         device: str | Device = "auto",
+        draft_device: str | Device | None = None,
         context: int | None = None,
     ) -> None:
         start = time.perf_counter()
@@ -70,15 +71,14 @@ class Engine(BestOfCalls):
             raise UsageError(f"threads must be between 1 and {most_threads()} on this machine, not {threads}.")
         if context is not None and context < 2:
             raise UsageError(f"context must be 2 or more, not {context}.")
-        manifest = bundle.manifest
         self.bundle = bundle
         self.threads = threads or default_threads()
-        self.context = min(context or manifest.sizes.context, manifest.sizes.context)
+        self.context = min(context or bundle.manifest.sizes.context, bundle.manifest.sizes.context)
         self.tokenizer = Tokenizer.from_bundle(bundle)
         self.grammars = Grammars(self.tokenizer)
         if isinstance(draft, Bundle):
             self.tokenizer.require_same_vocabulary(Tokenizer.from_bundle(draft))
-        self.device = find_device(device, manifest)
+        self.device = find_device(device, bundle.manifest)
         self._open_session = session_opener(
             bundle, self.threads, self.device, shared_cpu=isinstance(draft, Bundle), context=self.context
         )
@@ -86,7 +86,7 @@ class Engine(BestOfCalls):
         self.target = self._open_session(1, self.calibration.rule)
         self.tuning = load_tuning(bundle, self.threads, self.device)
         self._begin_costs()
-        self.drafting = Drafting(bundle, draft, self.threads, self.device, self.tuning, self.context)
+        self.drafting = Drafting(bundle, draft, self.threads, self.device, self.tuning, self.context, draft_device)
         self._target_tokens: list[int] = []  # what the KV buffers hold
         self._held_rule = self.target.width_rule  # and the widths at which it was written
         self._lock = threading.Lock()
@@ -105,19 +105,21 @@ class Engine(BestOfCalls):
         draft: str | Path | None = None,
         threads: int | None = None,
         device: str | Device = "auto",
+        draft_device: str | Device | None = None,
         context: int | None = None,
     ) -> Engine:
         """Load a bundle by name or path.
 
         draft: a speculator of the bundle, by its name or folder, or a draft model with the same tokenizer. It decides
-        the default method; a bundle's other speculators serve requests that name their method. A speculator is loaded
-        by the first request that needs it. device: "cpu", "cuda", "cuda:1", or "auto": a GPU for a bundle that was
-        exported for one, where there is one. context: use at most so many positions. Raises ModelNotFoundError,
-        VocabularyMismatchError, BackendError, and ManifestError or IntegrityError for a damaged bundle.
+        the default method; other speculators serve requests that name their method, and are loaded by the first one.
+        device: "cpu", "cuda", "cuda:1", or "auto": a GPU, where there is one, for a bundle exported for one.
+        draft_device: of a draft model, by default the same, or the CPU if it was exported for that. context: use at
+        most so many positions. Raises ModelNotFoundError, VocabularyMismatchError, BackendError, and ManifestError or
+        IntegrityError for a damaged bundle.
         """
         bundle = find_bundle(model)
         found = find_draft(bundle, draft) if draft is not None else None
-        return cls(bundle, draft=found, threads=threads, device=device, context=context)
+        return cls(bundle, draft=found, threads=threads, device=device, draft_device=draft_device, context=context)
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
         """A request whose pieces come as they are made; the options are those of `RequestOptions`."""
@@ -350,8 +352,7 @@ class Engine(BestOfCalls):
     def prepare(self, prompt: Sequence[int], length: int, *, method: str = "none") -> int:
         """Rewind the target to what its cache shares with `prompt` and make room for `length` positions.
 
-        Returns how many prompt tokens need no prefill; at least one always does, as its logits are wanted, and so do
-        those whose features the method's head has not seen.
+        Returns how many prompt tokens need no prefill: never the last, nor those whose features a head has not seen.
         """
         if self.target.width_rule != self._held_rule:  # what was written at other widths may have other bits
             self._target_tokens, self._held_rule = [], self.target.width_rule
@@ -380,8 +381,7 @@ class Engine(BestOfCalls):
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.
 
-        drafted: whether a proposer was started. The newest token never counts as held: where an exception came between
-        commit and rewind, a draft token stands there.
+        drafted: whether a proposer began. The newest token never counts as held: after an error it may be a draft token.
         """
         self._target_tokens = list(committed[: min(self.target.length, len(committed) - 1)])
         self.drafting.finish(request, committed, drafted=drafted)

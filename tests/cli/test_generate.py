@@ -275,6 +275,9 @@ class TestRefusals:
 
     def test_a_device_that_is_not_there(self) -> None:
         assert generate("--device", "quantum", "x").exit_code == 2
+        alone = generate("--draft-device", "cpu", "x")
+        assert alone.exit_code == 2
+        assert "Only a draft model has a device of its own" in alone.stderr
 
 
 class TestDefaultModel:

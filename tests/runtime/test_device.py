@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specrun.models_cache.errors import BackendError, UsageError
-from specrun.runtime import backend, cuda_runtime, device, session
+from specrun.runtime import Engine, backend, cuda_runtime, device, session
 from specrun.runtime.backend import create_session
 from specrun.runtime.calibration import probe
 from specrun.runtime.device import CPU, Device, cuda_problem, draft_device, find_device, made_for, require_memory
@@ -94,6 +94,10 @@ def test_a_bundle_for_a_gpu(models: TinyModels, monkeypatch: pytest.MonkeyPatch,
     assert find_device("cpu", manifest) == CPU
     assert draft_device(second, models.bundle("tgt")) == CPU
     assert draft_device(second, models.bundle("tgt-cuda")) == second
+    assert draft_device(second, models.bundle("tgt-cuda"), "cuda:0") == Device("cuda", 0, resident=True)
+    assert draft_device(second, models.bundle("tgt-cuda"), "cpu") == CPU
+    with pytest.raises(UsageError, match="was exported for the CPU"):
+        draft_device(second, models.bundle("tgt"), "cuda:0")
 
 
 def test_auto_takes_the_cpu_where_no_gpu_can_be_used(
@@ -305,3 +309,15 @@ def test_where_the_graph_for_trees_cannot_run_chains_still_do(models: TinyModels
     found = probe(opened)
     assert (found.exactness, found.tree_bound) == ("bitwise", None)
     assert opened(1, found.rule).tree_room(10) == 0
+
+
+def test_the_device_of_a_draft_model(models: TinyModels) -> None:
+    target, draft = models.bundle("tgt"), models.bundle("self")
+    with Engine(target, draft=draft, threads=1, draft_device="cpu") as engine:
+        assert engine.generate("Hello", max_tokens=8).speculation.accepted > 0
+    with pytest.raises(UsageError, match="was exported for the CPU"):
+        Engine(target, draft=draft, threads=1, draft_device="cuda:1")
+    with pytest.raises(UsageError, match="choose cpu, cuda, cuda:N"):
+        Engine(target, draft=draft, threads=1, draft_device="gpu")
+    with pytest.raises(UsageError, match="Only a draft model has a device of its own"):
+        Engine(target, threads=1, draft_device="cpu")
