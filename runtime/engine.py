@@ -381,7 +381,7 @@ class Engine(BestOfCalls):
     def finish_request(self, request: Request, committed: Sequence[int], *, drafted: bool) -> None:
         """Remember what the caches hold, and the text for later n-gram proposals.
 
-        drafted: whether a proposer began. The newest token never counts as held: after an error it may be a draft token.
+        drafted: whether a proposer began. The newest token never counts as held: after an error it may be of a draft.
         """
         self._target_tokens = list(committed[: min(self.target.length, len(committed) - 1)])
         self.drafting.finish(request, committed, drafted=drafted)

@@ -314,7 +314,7 @@ def test_where_the_graph_for_trees_cannot_run_chains_still_do(models: TinyModels
 def test_the_device_of_a_draft_model(models: TinyModels) -> None:
     target, draft = models.bundle("tgt"), models.bundle("self")
     with Engine(target, draft=draft, threads=1, draft_device="cpu") as engine:
-        assert engine.generate("Hello", max_tokens=8).speculation.accepted > 0
+        assert engine.generate("Hello", max_tokens=8, method="draft", draft_length=3).speculation.accepted > 0
     with pytest.raises(UsageError, match="was exported for the CPU"):
         Engine(target, draft=draft, threads=1, draft_device="cuda:1")
     with pytest.raises(UsageError, match="choose cpu, cuda, cuda:N"):
