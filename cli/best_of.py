@@ -21,6 +21,8 @@ from specrun.models_cache.errors import SpecrunError, UsageError
 if TYPE_CHECKING:
     from specrun.runtime import Engine
     from specrun.runtime.best_of import BestOfResult, Candidate
+    from specrun.runtime.best_of.labels import Marker, Question
+    from specrun.runtime.best_of.report import Labelled
     from specrun.runtime.best_of.run import BestOf, Progress
 
 
@@ -93,7 +95,7 @@ def best_of(
       specrun best-of --score vote --labels questions.jsonl
     """
     from specrun.runtime.best_of.answers import normalise
-    from specrun.runtime.best_of.labels import Marker
+    from specrun.runtime.best_of.labels import Marker, read_questions
     from specrun.runtime.best_of.run import BestOf
 
     if labels is not None and not (prompt is None and file is None and answer is None and not show_all):
@@ -102,9 +104,17 @@ def best_of(
     own: Any = {"n": samples, "score": score, "prune": prune, "budget_tokens": budget_tokens, "budget_s": budget_s}
     options: Any = {**request_values(values), **constraint_values(values), "system": system, "raw": raw}
     if labels is not None:
+        marker, questions = Marker(score), read_questions(Path(labels))
+        for question in questions:
+            marker.require_findable(question.answer)
         with open_engine(**engine_values(values), methods=(values["method"],)) as engine:
-            _report(engine, Path(labels), options, own, as_json=as_json)
+            _report(engine, questions, marker, options, own, as_json=as_json)
         return
+    right = None
+    if answer is not None:
+        marker = Marker(score)
+        marker.require_findable(normalise(answer))
+        right = marker.right(normalise(answer))
     text = read_prompt(prompt, file, "best-of")
     with open_engine(**engine_values(values), methods=(values["method"],)) as engine, progress_line() as line:
 
@@ -117,7 +127,7 @@ def best_of(
             text,
             options,
             **own,
-            right=None if answer is None else Marker(score).right(normalise(answer)),
+            right=right,
             progress=show if is_terminal(sys.stderr) else None,
         )
         with cancel_on_interrupt(_Ending(run)) as interrupt:
@@ -139,14 +149,15 @@ def best_of(
         raise click.exceptions.Exit(1)
 
 
-def _report(engine: Engine, path: Path, options: Any, own: dict[str, Any], *, as_json: bool) -> None:
+def _report(
+    engine: Engine, questions: list[Question], marker: Marker, options: Any, own: dict[str, Any], *, as_json: bool
+) -> None:
     """Samples for each question of a file, and what choosing among them is worth."""
-    from specrun.runtime.best_of.labels import Marker, read_questions
     from specrun.runtime.best_of.report import report
     from specrun.runtime.best_of.run import BestOf
 
-    questions, marker, done = read_questions(path), Marker(own["score"]), []
-    interrupted, failure = False, None
+    done: list[Labelled] = []
+    interrupted, failure, cut, pruned = False, None, 0, 0
     with progress_line() as line:
         for number, question in enumerate(questions, 1):
             line(f"Question {number} of {len(questions)}", 0, None)
@@ -154,21 +165,33 @@ def _report(engine: Engine, path: Path, options: Any, own: dict[str, Any], *, as
                 run = BestOf(engine, question.prompt, options, **own)
                 with cancel_on_interrupt(_Ending(run)) as interrupt:
                     result = run.run()
+                interrupted = interrupt.came
+            except KeyboardInterrupt:  # while it was scoring
+                interrupted = True
             except SpecrunError as error:
-                failure = type(error)(f"{path}, question {number}: {error}")
+                failure = type(error)(f"question {number}: {error}")
+            if interrupted or failure is not None:
                 break
-            interrupted = interrupt.came
-            if interrupted:
-                break
+            cut, pruned = cut + len(result.cut), pruned + len(result.pruned)
             done.append(marker.labelled(result, question.answer))
+    settings = {"model": engine.bundle.manifest.name, "score": own["score"].name, **_given(options)}
     if done:
         found = report(done)
-        echo_json(found.to_json()) if as_json else click.echo(found.table())
+        echo_json(settings | found.to_json()) if as_json else click.echo(found.table())
+    note(", ".join(f"{name} {value}" for name, value in settings.items()))
+    if cut or pruned:
+        note(f"{cut} samples were cut by the budget and {pruned} pruned: they count with what they had")
     if failure is not None:
         raise failure
     if interrupted:
         note(f"interrupted: {len(done)} of {len(questions)} questions are done")
         raise click.exceptions.Exit(INTERRUPTED)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """What the user chose of how samples are drawn."""
+    names = ("seed", "max_tokens", "temperature")
+    return {name: options[name] for name in names if options.get(name) is not None}
 
 
 class _Ending:

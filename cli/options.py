@@ -35,8 +35,9 @@ _ENGINE: tuple[Decorator, ...] = (
     ),
     click.option(
         "--draft-device",
-        metavar="cpu|cuda|cuda:N",
-        help="Where a draft model runs; by default where the model does, or on the CPU if it was exported for that.",
+        metavar="auto|cpu|cuda|cuda:N",
+        help="Where a draft model of --draft runs; by default where the model does, or on the CPU if it was exported "
+        "for that.",
     ),
     click.option("--context", type=int, help="Use at most so many positions of the model's context."),
     click.option("--yes", is_flag=True, help=f"Get {DEFAULT_MODEL} without asking if it is not here yet."),

@@ -81,7 +81,10 @@ class Drafting:
         if isinstance(draft, Bundle):
             self._load_draft(draft, threads, device_of_draft(device, draft, draft_device))
         elif draft_device is not None:
-            raise UsageError("Only a draft model has a device of its own: heads run where their target does.")
+            raise UsageError(
+                "Only a draft model has a device of its own: name one with draft. Speculators of the model itself, "
+                "drafts among them, run where it does."
+            )
         self._tuning = tuning
         self.heads = Heads(bundle, threads, device, chosen, tuning)
         self.table = self.new_table()

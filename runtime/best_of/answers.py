@@ -13,7 +13,7 @@ from typing import Final
 
 from specrun.models_cache.errors import ScoreError, UsageError
 
-NUMBER: Final = r"[-+]?[$€£]?\d[\d,]*(?:\.\d+)?|[-+]?[$€£]?\.\d+"
+NUMBER: Final = r"[-+\u2212]?[$€£]?\d+(?:,\d+)*(?:\.\d+)?|[-+\u2212]?[$€£]?\.\d+"
 """A number, with a currency's sign and separators of thousands if it has them; matching takes linear time."""
 
 SECONDS: Final = 5.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specrun.models_cache.errors import UsageError
 from specrun.models_cache.strictjson import StrictJsonError, parse_object
-from specrun.runtime.best_of.answers import AnswerPattern, normalise
+from specrun.runtime.best_of.answers import NUMBER, AnswerPattern, normalise
 from specrun.runtime.best_of.candidates import Candidate, Score, mean_logprob
 from specrun.runtime.best_of.report import Labelled
 from specrun.runtime.best_of.result import BestOfResult
@@ -59,8 +59,21 @@ class Marker:
     """Tells which candidates are right: those in which the score's own pattern, or the last number, is the answer."""
 
     def __init__(self, score: Score) -> None:
+        """Raises UsageError for unit tests, which tell themselves what is right."""
+        if score.name == "tests":
+            raise UsageError("Unit tests tell what is right themselves: leave answers out, or choose another score.")
         self._vote = isinstance(score, VoteScore)
         self._pattern = score.answer if isinstance(score, VoteScore) else AnswerPattern()
+
+    def require_findable(self, answer: str) -> None:
+        """Raise UsageError for an answer that no text can be found to give."""
+        if not answer:
+            raise UsageError("The answer is empty: give what a right text says.")
+        if self._pattern.pattern == NUMBER and self._pattern.find([answer]) != [answer]:
+            raise UsageError(
+                f"The answer {answer!r} is no number, and the last number of a text is what it is compared with: say "
+                "where texts have the answer with --score 'vote:REGEX'."
+            )
 
     def right(self, answer: str) -> Callable[[Candidate], bool]:
         """Whether a candidate gives this answer, as `normalise` writes it."""

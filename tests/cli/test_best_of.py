@@ -219,7 +219,9 @@ def test_a_file_of_questions_and_answers(tiny: str, tmp_path: Path, score: str) 
     assert told.exit_code == 0, told.stderr
     assert told.stdout == report(labelled).table() + "\n"
     assert "question 1 of 3" in told.stderr
-    assert json.loads(best_of(*given, "--json").stdout) == json.loads(json.dumps(report(labelled).to_json()))
+    told = json.loads(best_of(*given, "--json").stdout)
+    settings = {"model": "tiny", "score": score.partition(":")[0], "seed": 5, "max_tokens": 10, "temperature": 0.8}
+    assert told == json.loads(json.dumps(settings | report(labelled).to_json()))
     if "vote" in score:
         assert any(any(one.right) for one in labelled)
 
@@ -253,3 +255,53 @@ def test_a_question_that_cannot_be_asked_leaves_the_report_of_the_others(tiny: s
     assert result.stdout.startswith("1 questions, 2 samples each")
     assert "question 2: " in result.stderr
     assert best_of("--labels", str(path), "Hello").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("score", "answer", "says"),
+    [
+        ("vote", " ", "The answer is empty"),
+        ("logprob", "5 apples", "'5 apples' is no number"),
+        ("vote", "Paris", "'paris' is no number"),
+    ],
+)
+def test_answers_that_no_text_can_give(tiny: str, tmp_path: Path, score: str, answer: str, says: str) -> None:
+    result = best_of("--n", "2", "--score", score, "--answer", answer, "Hello")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+
+
+def test_unit_tests_are_their_own_answer(tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "test_it.py"
+    path.write_text("def test_it():\n    assert f() == 1\n", encoding="utf-8")
+    result = best_of("--n", "2", "--score", f"tests:{path}", "--answer", "4", "Hello")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Unit tests tell what is right themselves" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_an_interrupt_while_scoring_leaves_the_report(tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"prompt": "Hello", "answer": 4}\n' * 3, encoding="utf-8")
+    slow, count = tmp_path / "slow.py", tmp_path / "count"
+    slow.write_text(
+        "import pathlib, sys, time\nsys.stdin.read()\n"
+        f"count = pathlib.Path({str(count)!r})\n"
+        "calls = 1 + (int(count.read_text()) if count.exists() else 0)\ncount.write_text(str(calls))\n"
+        "time.sleep(100 if calls > 4 else 0)\nprint(1)\n"
+    )
+    score = f"command:{shlex.quote(sys.executable)} {shlex.quote(str(slow))}"
+    arguments = ["best-of", "--model", "tiny", "--n", "2", "--max-tokens", "4", "--score", score, "--labels", str(path)]
+    script = f"{INTERRUPTIBLE}from specrun.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
+    )
+    # One command for each sample, so the fifth is the first of the third question.
+    while process.poll() is None and not (count.exists() and count.read_text() == "5"):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == 130, err
+    assert out.startswith("2 questions, 2 samples each")
+    assert "interrupted: 2 of 3 questions are done" in err
+    assert "Traceback" not in err

@@ -52,6 +52,9 @@ def test_numbers_beyond_every_limit_stay_text() -> None:
         ("no number", None),
         ("", None),
         ("from 10-20", "-20"),
+        ("It is 1,000, which is much", "1000"),
+        ("5, or so", "5"),
+        ("it is \u22125", "-5"),
     ],
 )
 def test_the_last_number_by_default(text: str, answer: str | None) -> None:
