@@ -98,8 +98,8 @@ def best_of(
     from specrun.runtime.best_of.labels import Marker, read_questions
     from specrun.runtime.best_of.run import BestOf
 
-    if labels is not None and not (prompt is None and file is None and answer is None and not show_all):
-        raise UsageError("--labels brings prompts and answers: leave the prompt, --file, --answer and --all out.")
+    if labels is not None and (show_all or stats or any(one is not None for one in (prompt, file, answer))):
+        raise UsageError("--labels brings the prompts: leave PROMPT, --file, --answer, --all and --stats out.")
     score = parse_score(score_name, threads=values["threads"])
     own: Any = {"n": samples, "score": score, "prune": prune, "budget_tokens": budget_tokens, "budget_s": budget_s}
     options: Any = {**request_values(values), **constraint_values(values), "system": system, "raw": raw}
