@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from specrun.runtime.acceptance import OPEN, NodeStep, Outcome, accept_tree, choose_child, sampled_children
 from specrun.runtime.coupled_choice import coupled_choice
+from specrun.runtime.coupled_noise import CoupledNoise
 from specrun.runtime.device_rows import DeviceLogits, Logits
 from specrun.runtime.grammar import Matcher
 from specrun.runtime.logprobs import logprob, top_logprobs
 from specrun.runtime.options import GenerationOptions
-from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposal import EMPTY, Proposal
 from specrun.runtime.result import Source, Token
 from specrun.runtime.sampling import (
@@ -65,7 +65,7 @@ class Chooser:
         self._counts = TokenCounts(prompt) if self._sampling.penalised else None
         self._counted = 0
         self._grammar = grammar
-        self.noise = PositionNoise(self._seed, sample_index, tokens)
+        self.noise = CoupledNoise(self._seed, sample_index, tokens)
         drawn = self._sampling.mode == "rejection" and not self._sampling.greedy
         self._stream = RandomStream(self._seed, sample_index) if drawn else None
         simple = self._plain_greedy or not (drawn or self._sampling.filtered or self._sampling.penalised)
@@ -155,8 +155,7 @@ class Chooser:
         if self._sampling.filtered or self._sampling.greedy:
             return self._coupled(self._distribution(row, drafts, committed, mask), position)
         row, best = possible_row(row, **self._of_row(drafts, committed, mask))
-        noise = self.noise.first(row.size, position)
-        return coupled_choice(row, float(row[best]), self._sampling.temperature, noise)
+        return coupled_choice(row, float(row[best]), self._sampling.temperature, self.noise, position)
 
     def _wins(
         self, row: NDArray[np.float32], drafts: Sequence[int], committed: int, choice: int, mask: Mask | None
@@ -167,8 +166,7 @@ class Chooser:
         return self._choice(row, drafts, committed, mask) == choice
 
     def _coupled(self, p: Distribution, position: int) -> int:
-        noise = self.noise.of
-        return coupled_token(p, seed=self._seed, sample_index=self._sample_index, position=position, noise=noise)
+        return coupled_token(p, seed=self._seed, sample_index=self._sample_index, position=position, noise=self.noise)
 
     def _drawn(
         self, p: Distribution, proposal: Proposal, node: int, children: tuple[int, ...], stream: RandomStream

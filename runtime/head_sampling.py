@@ -17,8 +17,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from specrun.runtime.coupled_noise import COARSE_UNIT, KEPT, CoupledNoise
 from specrun.runtime.options import SamplingOptions
-from specrun.runtime.position_noise import KEPT, PositionNoise
 from specrun.runtime.proposal import ProposalKind
 from specrun.runtime.sampling import Distribution
 from specrun.runtime.speculator import PLAIN, Candidates, Choice
@@ -39,7 +39,7 @@ class HeadSampling:
         self,
         options: SamplingOptions,
         vocabulary: NDArray[np.int64],
-        noise: PositionNoise,
+        noise: CoupledNoise,
         *,
         tokens: int,
         sample_index: int = 0,
@@ -109,16 +109,19 @@ class HeadSampling:
         return sure
 
     def _gumbel(self, position: int) -> NDArray[np.float32]:
-        """-log(E) with E = -log(1 - u): the noise whose argmax `coupled_token` finds as argmin of E / p."""
+        """-log(E) with E = -log(1 - u): the noise whose argmax `coupled_token` finds as argmin of E / p.
+
+        Of the target's u the upper 32 bits do: what comes out is a guess of its choice.
+        """
         row = self._rows.get(position)
         if row is None:
             if self._stream is None:
                 self._noise.keep(position)
-                raw = self._noise.of(self._vocabulary[: self._real], position)
+                u = (self._noise.coarse(self._vocabulary[: self._real], position) + 0.5) * COARSE_UNIT
             else:
-                raw = self._stream.random_raw(self._real) >> np.uint64(11)
+                u = (self._stream.random_raw(self._real) >> np.uint64(11)) * _UNIT
             with np.errstate(divide="ignore"):  # u = 0 wins against everything
-                row = (-np.log(-np.log1p(raw * -_UNIT))).astype(np.float32)
+                row = (-np.log(-np.log1p(-u))).astype(np.float32)
             if self._stream is None:  # most are needed again in the next round
                 self._rows[position] = row
                 if len(self._rows) > KEPT:

@@ -14,11 +14,11 @@ from specrun.models_cache.errors import ModelNotFoundError, UnsupportedModelErro
 from specrun.models_cache.layout import Bundle, find_bundle
 from specrun.models_cache.speculator import InstalledSpeculator, find_speculator, scan_speculators, speculators_dir
 from specrun.runtime.backend import create_session, threads_are_shared
+from specrun.runtime.coupled_noise import CoupledNoise
 from specrun.runtime.device import Device
 from specrun.runtime.feature_rows import Columns, pick_columns
 from specrun.runtime.head_estimate import HeadEstimate, Learnt, estimates
 from specrun.runtime.head_sampling import HeadSampling
-from specrun.runtime.position_noise import PositionNoise
 from specrun.runtime.proposers.combined import Lift
 from specrun.runtime.proposers.eagle import EagleCosts, EagleProposer, Slots
 from specrun.runtime.proposers.medusa import MedusaProposer
@@ -135,7 +135,7 @@ class Heads:
         return len(prompt)
 
     def proposer(
-        self, method: str, request: Request, costs: RoundCosts, side_value: float, noise: PositionNoise
+        self, method: str, request: Request, costs: RoundCosts, side_value: float, noise: CoupledNoise
     ) -> MedusaProposer | EagleProposer:
         """The proposer of a request; loads the head if this is the first one."""
         head = self.loaded(method)

@@ -4,14 +4,15 @@ The order of `distribution` is fixed; greedy runs without penalties never come t
 
 Random numbers are Philox4x64-10 (Salmon et al. 2011) with key (seed, sample index); numpy keeps `random_raw` of this
 generator the same on every platform and release. The 256-bit counter holds, from its lowest 64-bit word: block,
-position, 0, lane; lane 0 is the coupled noise, 1 the stream of the rejection mode, 2 what heads draw: they never meet.
+position, 0, lane; lanes 0 and 3 are the coupled noise, 1 the stream of the rejection mode, 2 what heads draw: they
+never meet.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.models_cache.errors import BackendError, UsageError
+from specrun.runtime.coupled_noise import COARSE_UNIT, CoupledNoise, least_race, longest_race
 from specrun.runtime.options import SamplingOptions
 from specrun.runtime.random_stream import RandomStream
 
@@ -27,7 +29,6 @@ __all__ = [
     "Ids",
     "RandomStream",
     "TokenCounts",
-    "coupled_noise",
     "coupled_token",
     "distribution",
     "greedy_tokens",
@@ -38,13 +39,8 @@ __all__ = [
 Ids = Sequence[int] | npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
-Noise = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.uint64]]
 
-_WORD: Final = 64
-_UNIT: Final = 2.0**-53
 _LARGEST: Final = float(np.finfo(np.float32).max)
-_CHUNK: Final = 8192  # small enough for the processor's cache and for malloc to reuse
-_JUMP: Final = 1000  # jumping to one noise value costs about as much as drawing so many of the row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,29 +305,8 @@ def distribution(
     return _normalised(kept, weights)
 
 
-def coupled_noise(ids: npt.NDArray[np.int64], seed: int, sample_index: int, position: int) -> npt.NDArray[np.uint64]:
-    """The noise of ids (ascending) at a position: u64 [n] in [0, 2**53), one place of the stream per id."""
-    held = int(ids[0]) // 4 - 1  # the stream comes in blocks of four
-    generator = np.random.Philox(counter=(position << _WORD) + held + 1, key=seed | sample_index << _WORD)
-    first = 4 * held + 4
-    if ids.size * _JUMP > int(ids[-1]) - first:
-        raw = generator.random_raw(int(ids[-1]) + 1 - first)
-        if raw.size > ids.size:
-            raw = raw[ids - first]
-    else:
-        raw = block = np.empty(ids.size, np.uint64)
-        for index, token in enumerate(ids.tolist()):
-            wanted, lane = divmod(token, 4)
-            if wanted != held:
-                generator.advance(wanted - held - 1)
-                held, block = wanted, generator.random_raw(4)
-            raw[index] = block[lane]
-    raw >>= np.uint64(11)
-    return raw
-
-
 def coupled_token(
-    distribution: Distribution, *, seed: int, sample_index: int, position: int, noise: Noise | None = None
+    distribution: Distribution, *, seed: int, sample_index: int, position: int, noise: CoupledNoise | None = None
 ) -> int:
     """Draw a token with noise keyed on (seed, sample index, absolute position, token id).
 
@@ -339,27 +314,19 @@ def coupled_token(
     the key only, never on the support: target and draft that look at the same position share the noise, and the token
     of a position is the same whatever was proposed.
     position  of the token to draw, counted from the start of the prompt
-    noise     (ids, position) -> what `coupled_noise` gives, where some of it was drawn before
+    noise     that of this seed and sample index, where some of it was drawn before
     """
     ids, probs = distribution.ids, distribution.probs
     if ids.size == 1:
         return int(ids[0])
-    winner, least = int(ids[0]), math.inf
+    noise = noise or CoupledNoise(seed, sample_index, 0)
+    coarse = noise.coarse(ids, position)
     with np.errstate(over="ignore"):  # noise over a vanishing probability: infinite, and never the least
-        for start in range(0, ids.size, _CHUNK):
-            part, p = ids[start : start + _CHUNK], probs[start : start + _CHUNK]
-            u = coupled_noise(part, seed, sample_index, position) if noise is None else noise(part, position)
-            # E >= u, so only ids with u / p up to some E / p can win: the logarithm is taken of these few.
-            scaled = u / p
-            near = scaled.argmin()
-            bound = min(least, -np.log1p(u[near] * -_UNIT) / p[near])
-            few = np.flatnonzero(scaled <= bound / _UNIT * (1.0 + 1e-9))
-            if few.size:
-                exact = -np.log1p(u[few] * -_UNIT) / p[few]
-                best = int(exact.argmin())
-                if exact[best] < least:
-                    winner, least = int(part[few[best]]), float(exact[best])
-    return winner
+        # E >= u, and u is at least its upper bits, so only ids with those over p up to some E / p can win.
+        scaled = coarse * COARSE_UNIT / probs
+        near = int(scaled.argmin())
+        few = np.flatnonzero(scaled <= longest_race(int(coarse[near])) / probs[near] * (1.0 + 1e-9))
+    return least_race(ids[few], probs[few], noise, position)
 
 
 def sample(distribution: Distribution, uniform: float) -> int:

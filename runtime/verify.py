@@ -12,10 +12,10 @@ from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.runtime.batch import BatchEngine, BatchRequest
 from specrun.runtime.batching.batch_row import SOLO_METHODS
+from specrun.runtime.coupled_noise import CoupledNoise
 from specrun.runtime.engine import Engine, Prompt
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.request import METHODS, canonical_method
-from specrun.runtime.sampling import coupled_noise
 
 DRAFT_LENGTHS: Final = (1, 2, 3, 4, 5, 8, 16)
 BATCH_SIZES: Final = (1, 3)  # fewer rows than prompts: they join and leave at different rounds
@@ -162,7 +162,7 @@ def _near(
     temperature = float(options.get("temperature", 0.0))
     if temperature > 0.0:
         bound /= temperature
-        noise = coupled_noise(pair, int(options["seed"]), 0, len(before))
+        noise = CoupledNoise(int(options["seed"]), 0, 0).of(pair, len(before))
         scores = scores / temperature - np.log(-np.log1p(noise * -(2.0**-53)))
     return bool(abs(scores[0] - scores[1]) <= 2.0 * bound)
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from specrun.runtime.coupled_choice import coupled_choice
+from specrun.runtime.coupled_noise import CoupledNoise
 from specrun.runtime.options import SamplingOptions
-from specrun.runtime.sampling import Distribution, coupled_noise, coupled_token, distribution
+from specrun.runtime.sampling import Distribution, coupled_token, distribution
 
 
 def drawn(p: Distribution, position: int) -> int:
@@ -15,8 +16,7 @@ def drawn(p: Distribution, position: int) -> int:
 
 
 def chosen(row: np.ndarray, temperature: float, position: int) -> int:
-    noise = coupled_noise(np.arange(row.size), 7, 1, position)
-    return coupled_choice(row, float(row.max()), temperature, noise)
+    return coupled_choice(row, float(row.max()), temperature, CoupledNoise(7, 1, row.size), position)
 
 
 @pytest.mark.parametrize("temperature", [0.02, 0.3, 0.8, 1.0, 1.7, 40.0])
@@ -45,17 +45,32 @@ def test_rare_tokens_come_as_often_as_they_should() -> None:
     assert 5 <= rare <= 40  # 20 expected; outside with a chance under 1e-4
 
 
-def noise_of(values: list[int]) -> np.ndarray:
-    return np.array(values, np.uint64)
+class FixedNoise(CoupledNoise):
+    """These values, u times 2**53, at every position."""
+
+    def __init__(self, values: np.ndarray | list[int]) -> None:
+        self.values = np.asarray(values, np.uint64)
+
+    def row(self, count: int, position: int) -> np.ndarray:
+        return (self.values[:count] >> np.uint64(21)).astype(np.uint32)
+
+    def of(self, ids: np.ndarray, position: int) -> np.ndarray:
+        return self.values[ids]
+
+
+def fixed(row: np.ndarray, temperature: float, values: np.ndarray | list[int]) -> int:
+    return coupled_choice(row, float(row.max()), temperature, FixedNoise(values), 0)
 
 
 def test_noise_of_zero_wins_and_the_lowest_id_on_ties() -> None:
     row = np.array([0.0, -1.0, -1.0, -np.inf], np.float32)
-    assert coupled_choice(row, 0.0, 1.0, noise_of([5, 0, 0, 0])) == 1
-    assert coupled_choice(row, 0.0, 1.0, noise_of([0, 0, 9, 0])) == 0
-    assert coupled_choice(np.zeros(3, np.float32), 0.0, 1.0, noise_of([1 << 50, 1 << 40, 1 << 40])) == 1
-    assert coupled_choice(np.zeros(3, np.float32), 0.0, 1.0, noise_of([900, 700, 701])) == 1  # under the bounds' bits
-    assert coupled_choice(row, 0.0, 1e-300, noise_of([(1 << 53) - 1, 1, 1, 1])) == 0
+    assert fixed(row, 1.0, [5, 0, 0, 0]) == 1
+    assert fixed(row, 1.0, [0, 0, 9, 0]) == 0
+    assert fixed(np.zeros(3, np.float32), 1.0, [1 << 50, 1 << 40, 1 << 40]) == 1
+    assert fixed(np.zeros(3, np.float32), 1.0, [900, 700, 701]) == 1  # under the bounds' bits
+    assert fixed(np.zeros(3, np.float32), 1.0, [(9 << 21) + 8, (9 << 21) + 7, 10 << 21]) == 1  # in the lower bits
+    assert fixed(row, 1e-300, [(1 << 53) - 1, 1, 1, 1]) == 0
+    assert fixed(np.zeros(2, np.float32), 1.0, [(1 << 53) - 1, (1 << 53) - 2]) == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 0.7, 3.0])
@@ -67,4 +82,4 @@ def test_neighbours_of_the_winner_are_compared_exactly(temperature: float) -> No
         level = temperature * np.log(-np.log1p(noise * -(2.0**-53)))
         row = (level - level.max()).astype(np.float32)
         ratios = -np.log1p(noise * -(2.0**-53)) / np.exp((row.astype(np.float64) - float(row.max())) / temperature)
-        assert coupled_choice(row, float(row.max()), temperature, noise) == int(ratios.argmin())
+        assert fixed(row, temperature, noise) == int(ratios.argmin())

@@ -11,15 +11,15 @@ import pytest
 from specrun.models_cache.speculator import find_speculator
 from specrun.runtime.backend import create_session
 from specrun.runtime.calibration import Calibration
+from specrun.runtime.coupled_noise import KEPT, CoupledNoise
 from specrun.runtime.feature_rows import FeatureRows, pick_columns
 from specrun.runtime.head_sampling import HeadSampling
 from specrun.runtime.options import SamplingOptions
-from specrun.runtime.position_noise import KEPT, PositionNoise
 from specrun.runtime.proposal import Proposal
 from specrun.runtime.proposers.eagle import EagleProposer
 from specrun.runtime.proposers.medusa import MedusaProposer
 from specrun.runtime.round_costs import RoundCosts
-from specrun.runtime.sampling import Distribution, coupled_noise, coupled_token
+from specrun.runtime.sampling import Distribution, coupled_token
 from specrun.runtime.speculator import Candidates, EagleSession, MedusaSession
 from specrun.runtime.tree_planner import Planned
 
@@ -143,7 +143,7 @@ def toy_sampling(**options: Any) -> HeadSampling:
 
 
 def head_sampling(options: SamplingOptions, ids: np.ndarray, tokens: int) -> HeadSampling:
-    return HeadSampling(options, ids, PositionNoise(options.seed or 0, 0, tokens), tokens=tokens)
+    return HeadSampling(options, ids, CoupledNoise(options.seed or 0, 0, tokens), tokens=tokens)
 
 
 def toy_session(models: TinyModels) -> MedusaSession:
@@ -247,10 +247,10 @@ def test_a_tree_of_draws_carries_its_distributions(models: TinyModels, monkeypat
 
 
 def test_kept_noise_is_the_noise() -> None:
-    noise = PositionNoise(5, 6, 30_000)
+    noise = CoupledNoise(5, 6, 30_000)
     ids = np.array([0, 3, 4, 77, 29_999])
     for position in (9, 3, 9, *range(100, 100 + KEPT)):
-        expected = coupled_noise(ids, 5, 6, position)
+        expected = CoupledNoise(5, 6, 0).of(ids, position)
         np.testing.assert_array_equal(noise.of(ids, position), expected)
         noise.keep(position)
         np.testing.assert_array_equal(noise.of(ids, position), expected)
