@@ -114,10 +114,11 @@ def batch(
     from specrun.runtime.batching.batch_row import rows_for
     from specrun.runtime.jobs import JobSettings
     from specrun.runtime.request import request_options
+    from specrun.runtime.session import choose_graph
 
     defaults = {**request_values(values), "system": system, "raw": raw}
     request_options(**defaults)
-    batch_size = rows_for(values["method"], batch_size)
+    rows_for(values["method"], batch_size)
     if as_json and target == "-":
         raise UsageError("The answers go to stdout: name an output file to have the summary of --json there.")
     if retry_failed and not resume:
@@ -128,6 +129,7 @@ def batch(
         raise UsageError("--workers is for Ray: add --engine ray.")
     _check_places(source, target)
     bundle = ensure_model(values["model"], yes=values["yes"])
+    batch_size = rows_for(values["method"], batch_size, ragged=choose_graph(bundle).max_batch is None)
     settings = JobSettings(
         bundle.manifest.name,
         bundle.target_digest,

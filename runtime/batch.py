@@ -57,17 +57,18 @@ class BatchEngine:
 
     batch_size: rows that run at a time; by default as many as the measured costs and the free memory suggest. Where
     the ONNX Runtime build runs one row only it is 1. Rows draft by every method of the engine but lookahead, in chains;
-    heads and draft models draft for all rows in one run, where that pays. Greedy and coupled sampling give the text
-    that `Engine.generate` gives; under the rejection rule a text depends on the method, and so on the batch.
+    heads and draft models draft for all rows in one run, where that pays. Builds before 1.32 run rows together on a GPU
+    only, in rounds in which none drafts; only n-grams draft there. Greedy and coupled sampling give the text that
+    `Engine.generate` gives; under the rejection rule a text depends on the method, and so on the batch.
     """
 
     def __init__(self, engine: Engine, *, batch_size: int | None = None) -> None:
         if batch_size is not None and (isinstance(batch_size, bool) or not 1 <= batch_size <= MOST_ROWS):
             raise UsageError(f"The batch size must be between 1 and {MOST_ROWS}, not {batch_size}.")
         self._engine = engine
-        self._costs = BatchCosts(engine.calibration)
+        self._costs = BatchCosts(engine.calibration, ragged=engine.target.ragged)
         self._memory = None if batch_size is not None else memory_for_rows(engine.device)
-        if not engine.target.ragged:
+        if not engine.target.rows_together:
             batch_size = 1
         elif batch_size is None:
             positions = min(engine.context, USUAL_PROMPT + RESERVED_TOKENS)

@@ -38,7 +38,7 @@ PINNED_WIDTHS = (8, 16, 32, 64)
 BASE = 24  # tokens before the probed ones
 TREE = (-1, 0, 1, -1, 3, 3, 5)  # parents of the nodes of the probed tree
 TREE_BASES = (BASE, 200)  # tokens before it
-RAGGED = ((5, 3, 1), (2, 4, 6), (1, 1, 1))  # new tokens of `PROBED_ROWS` rows, run after run
+RAGGED = ((5, 3, 1), (2, 4, 6), (1, 1, 1), (1, 0, 1), (1, 1, 1))  # new tokens of `PROBED_ROWS` rows, run after run
 TIMING_ROUNDS = 4
 SHORTEST, LONGEST = 1e-7, 1e5  # seconds that a run may be said to take
 
@@ -131,7 +131,7 @@ def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration
         session.width_rule = rule
         if not _holds(session, tokens):
             continue
-        if not session.ragged or _batch_bound(session, open_session(PROBED_ROWS, rule), tokens) == 0.0:
+        if not session.rows_together or _batch_bound(session, open_session(PROBED_ROWS, rule), tokens) == 0.0:
             found = rule
             break
         alone = alone or (rule if resident else None)
@@ -139,7 +139,7 @@ def probe(open_session: Callable[[int, WidthRule], ModelSession]) -> Calibration
     session.width_rule = kept or WidthRule()
     bound = 0.0 if kept is not None else _bound(session, tokens)
     batch_bound = 0.0
-    if session.ragged and found is None:
+    if session.rows_together and found is None:
         batch_bound = _batch_bound(session, open_session(PROBED_ROWS, session.width_rule), tokens)
     multiple, pinned = (None, False) if kept is None else (kept.multiple, kept.pinned)
     trees: float | None = None
@@ -231,7 +231,7 @@ def _long(session: ModelSession, tokens: list[int], width: int) -> NDArray[np.fl
 
 
 def _batch_bound(session: ModelSession, batch: ModelSession, tokens: list[int]) -> float:
-    """The largest difference of a logit between rows of a ragged batch and the same rows alone; 0: equal bits."""
+    """The largest difference of a logit between rows of a batch and the same rows alone; 0: equal bits."""
     starts = [BASE - 7 * row for row in range(batch.cache.batch)]
     expected = []
     for row, start in enumerate(starts):
@@ -249,7 +249,7 @@ def _batch_bound(session: ModelSession, batch: ModelSession, tokens: list[int]) 
         logits = batch.run_batch(new, rows=max(counts))
         for row, count in enumerate(counts):
             own, wanted_rows = np.asarray(logits[row])[-count:], expected[row][seen[row] : seen[row] + count]
-            if not np.array_equal(own, wanted_rows):
+            if count and not np.array_equal(own, wanted_rows):
                 worst = float(np.maximum(worst, np.abs(own - wanted_rows).max()))  # which keeps what is not a number
             seen[row] += count
     return worst

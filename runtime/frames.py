@@ -35,14 +35,16 @@ class Frame:
         bias: NDArray[Any] | None,
         logits: Any,
         features: Any,
-        *,
         dtype: str = "float32",
+        *,
         number: int = -1,
+        idle: int = 0,
     ) -> None:
         """bias: the array of the attention's bias, shared by frames; None where the graph has none.
 
         logits, features: buffers that the run writes. dtype: of the bias and the dummy row. number: under which a run
-        is recorded as a CUDA graph; -1 for none.
+        is recorded as a CUDA graph; -1 for none. idle: positions that a row without tokens counts: 1 where
+        the graph takes no lengths of queries, and what it writes there is not kept.
         """
         batch, positions, pad = shape.batch, shape.positions, shape.pad
         self.shape, self.positions, self.pad, self.number = shape, positions, pad, number
@@ -53,6 +55,7 @@ class Frame:
         self.logit_rows = np.zeros((batch, shape.rows), np.int64)
         self.logits, self.features, self._bias = logits, features, bias
         self._buffers, self._dtype = buffers, dtype
+        self._idle = idle
         self._steps = np.arange(positions + pad, dtype=np.int64)
         self._rows = np.arange(shape.rows, dtype=np.int64)
         self._sent: dict[str, NDArray[Any]] = {
@@ -107,7 +110,7 @@ class Frame:
         for row, new in enumerate(tokens):
             count, past = len(new), lengths[row]
             counted = self.positions if len(tokens) == 1 else max(count, min(2, self.positions))
-            counted = counted + self.pad if count else 0
+            counted = counted + self.pad if count else self._idle
             if count:
                 self.input_ids[row, :count] = new
                 self.input_ids[row, count:] = new[-1]

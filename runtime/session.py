@@ -7,10 +7,11 @@ bound is bound once per width, so a run only rewrites a few small arrays in plac
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from specrun.runtime.kv_cache import KVCache
 from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.proposal import MAX_NODES
 from specrun.runtime.round_costs import RoundCosts
+from specrun.runtime.split_runs import in_pieces, row_by_row
 from specrun.runtime.width_rule import WidthRule
 
 __all__ = ["PREFILL_CHUNK", "TREES", "BatchLogits", "ModelSession", "WidthRule", "choose_graph", "session_opener"]
@@ -39,6 +41,7 @@ MAX_FRAMES = 48
 TREES = "target_tree"  # the graph for token trees, in bundles whose other graphs run chains only
 PROBED_ROWS = 3  # of a batch that calibration runs
 WIDE_STEP = 64  # where there is no dummy row, wide runs have multiples of it, so that few widths are bound
+_NUMBERS: Final = itertools.count(1)  # of recorded runs; those of one ONNX Runtime session must differ
 
 BatchLogits = NDArray[np.float32] | Sequence[Logits]  # of each row of a batch
 
@@ -66,20 +69,20 @@ class ModelSession:
         batch = batch if cache is None else cache.batch
         graph = choose_graph(bundle)
         sizes = bundle.manifest.sizes
-        if graph.max_batch is not None and batch > graph.max_batch:
-            raise BackendError(
-                f"This ONNX Runtime runs {bundle.manifest.name} one row at a time: update it to 1.32 or newer."
-            )
         self.bundle = bundle
         self.sizes = sizes
         self.ragged = graph.max_batch is None
+        self._inputs = frozenset(value.name for value in onnx_session.get_inputs())
+        if batch > 1 and not self.rows_together:
+            raise BackendError(
+                f"This ONNX Runtime runs {bundle.manifest.name} one row at a time: update it to 1.32 or newer."
+            )
         self.width_rule = width_rule or WidthRule()
         self.device = device
         self.positions = min(positions or bundle.manifest.kv.positions, bundle.manifest.kv.positions)
         self._onnx_session = onnx_session
         self._open_trees = open_trees
         self._output_names = check_graph(bundle, onnx_session)
-        self._inputs = frozenset(value.name for value in onnx_session.get_inputs())
         self.trees_exact = "attention_bias" in self._inputs
         self.tree_bound: float | None = None
         self._qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
@@ -98,10 +101,12 @@ class ModelSession:
             buffers=self._buffers,
         )
         self._frames: OrderedDict[tuple[bool, FrameShape], Frame] = OrderedDict()
-        self._numbers = 0  # of frames whose runs are recorded
+        self._records = device.cuda_graphs and cache is None  # buffers of others come and go
         self._bias = np.zeros(0, HOST_TYPES[self._dtype])
         self._outputs: dict[Any, Any] = {}
-        self._last: tuple[Frame, int] | None = None
+        self.alone: dict[int, ModelSession] = {}  # rows by themselves, where a run cannot take them together
+        self._last: Frame | None = None
+        self._taken = 0  # tokens of row 0 in the last run
         self._joined: NDArray[np.float32] | None = None  # features of a run that took several, or came from a device
         self._planted: NDArray[Any] | None = None  # the part of the bias that is not 0: a tree of the last run
         self.onnx_seconds = 0.0
@@ -118,19 +123,29 @@ class ModelSession:
 
         A view that the next run overwrites.
         """
-        if self._last is None:
-            return np.empty((0, self._feature_width), np.float32)
-        features: NDArray[np.float32] = self.batch_features[0, : self._last[1]]
-        return features
+        return np.asarray(self.batch_features[0, : self._taken])
 
     @property
     def batch_features(self) -> NDArray[np.float32]:
         """Features f32 [batch, positions, taps x hidden] of the last run, padding included; a view like `features`."""
+        if self._joined is not None:
+            return self._joined
         if self._last is None:
             return np.empty((self.cache.batch, 0, self._feature_width), np.float32)
-        if self._joined is None and self._buffers.resident:  # once, as every row of a batch asks for them
-            self._joined = self._buffers.read(self._last[0].features)
-        return self._buffers.read(self._last[0].features) if self._joined is None else self._joined
+        features = self._buffers.read(self._last.features)
+        if self._buffers.resident:  # once, as every row of a batch asks for them
+            self._joined = features
+        return features
+
+    @property
+    def rows_together(self) -> bool:
+        """Whether several rows can run: older builds take them with one position each, which a dummy row makes two."""
+        return self.ragged or "pad_rows" not in self._inputs
+
+    @property
+    def _bare_rows(self) -> bool:
+        """Whether a run takes one token of each of several rows, and no rule can widen it."""
+        return self.cache.batch > 1 and not self.ragged
 
     def tree_room(self, length: int) -> int:
         """The most nodes that a token tree may have behind `length` tokens; 0: only its main branch can be run.
@@ -151,7 +166,7 @@ class ModelSession:
     @property
     def spare(self) -> int:
         """Positions that a run may need beyond its tokens."""
-        return max(SPARE, self.width_rule.multiple)
+        return max(SPARE if "pad_rows" in self._inputs else WIDE_STEP, self.width_rule.multiple)
 
     def new_cache(self, batch: int) -> KVCache:
         """Buffers for so many rows of this model, where those of this session are."""
@@ -181,6 +196,7 @@ class ModelSession:
         """Make room for `length` positions a row, as far as the model has them."""
         if self.cache.reserve(min(length, self.positions)):
             self._frames.clear()  # they are bound to the buffers of before
+            self.alone.clear()
 
     def fit(self, length: int) -> None:
         """Keep the first `length` positions of row 0, in buffers that hold no more."""
@@ -191,8 +207,9 @@ class ModelSession:
     def close(self) -> None:
         """Free the session and its buffers."""
         self._frames.clear()
+        self.alone.clear()
         self._outputs.clear()
-        self._last = self._planted = None
+        self._joined = self._last = self._planted = None
         self.cache.close()
         self._onnx_session = self._open_trees = None
 
@@ -226,13 +243,16 @@ class ModelSession:
     ) -> BatchLogits:
         """Append `tokens[row]` to each row, none to an idle one; logits f32 [batch, rows, vocabulary] of the last ones.
 
-        Rows may have different numbers of tokens where the build has `query_seqlens`; a row with n < `rows` tokens
-        has its logits in the last n entries. parents: as in `run`, for a batch of one row. On a GPU the result is a
-        list, of the logits of each row.
+        Rows may have different numbers of tokens; where the build has no `query_seqlens` those with several run one
+        after another. A row with n < `rows` tokens has its logits in the last n entries. parents: as in `run`, for a
+        batch of one row. On a GPU the result is a list, of the logits of each row.
         """
         longest = max(map(len, tokens))
-        if self.width_rule.pinned and longest > self.width_rule.multiple:
-            return self._run_pieces(tokens, rows)
+        apart = longest > 1 and self._bare_rows
+        if apart or (self.width_rule.pinned and longest > self.width_rule.multiple):
+            logits, self._joined = row_by_row(self, tokens, rows) if apart else in_pieces(self, tokens, rows)
+            self._taken = len(tokens[0])
+            return logits
         frame, session = self._frame(longest, rows, trees=parents is not None and not self.trees_exact)
         lengths = self.cache.lengths
         frame.fill(tokens, lengths, rows)
@@ -253,34 +273,12 @@ class ModelSession:
         self.onnx_seconds += seconds
         if self.costs is not None and len(tokens) == 1 and self.width_rule.padded:
             self.costs.note(len(tokens[0]), lengths[0], seconds)
-        self._last = frame, len(tokens[0])
+        self._last, self._taken = frame, len(tokens[0])
         for row, new in enumerate(tokens):
             lengths[row] += len(new)
         if isinstance(self._buffers, DeviceBuffers):
             return DeviceLogits.of_batch(self._buffers, self.device, frame.logits, rows)
-        logits: NDArray[np.float32] = frame.logits[:, :rows]
-        return logits
-
-    def _run_pieces(self, tokens: Sequence[Sequence[int]], rows: int) -> NDArray[np.float32]:
-        """As `run_batch`, in runs of the pinned width; logits and features are on the host then."""
-        width = self.width_rule.multiple
-        found: list[list[NDArray[np.float32]]] = [[] for _ in tokens]
-        features: list[NDArray[np.float32]] = []
-        for start in range(0, max(map(len, tokens)), width):
-            pieces = [new[start : start + width] for new in tokens]
-            logits = self.run_batch(pieces, rows=min(width, max(map(len, pieces))))
-            for row, piece in enumerate(pieces):
-                found[row].extend(np.array(logits[row])[len(logits[row]) - len(piece) :])
-            features.append(self.batch_features.copy())
-        self._joined = np.concatenate(features, axis=1)
-        joined = np.zeros((len(tokens), rows, self.sizes.vocabulary), np.float32)
-        for row, every in enumerate(found):
-            last = every[-rows:]
-            if last:
-                joined[row, rows - len(last) :] = last
-        assert self._last is not None
-        self._last = self._last[0], len(tokens[0])
-        return joined
+        return np.asarray(frame.logits[:, :rows])
 
     def _frame(self, longest: int, rows: int, *, trees: bool) -> tuple[Frame, Any]:
         """A frame for such a run, and the session that it is bound to; trees: that of the graph for trees alone."""
@@ -306,7 +304,7 @@ class ModelSession:
     def _padded(self, longest: int, rows: int) -> tuple[int, int, int]:
         """(positions, dummy rows of the attention, logit rows) to run for `longest` new tokens."""
         rule, batch = self.width_rule, self.cache.batch
-        if not rule.padded:
+        if not rule.padded or self._bare_rows:
             return longest, 0, rows
         positions = longest
         while positions * batch % rule.multiple:
@@ -333,10 +331,9 @@ class ModelSession:
         share = self._buffers.shared
         logits = share(self._outputs, "logits", (shape.batch, shape.rows, self.sizes.vocabulary))
         features = share(self._outputs, "features", (shape.batch, shape.positions, self._feature_width))
-        recorded = self.device.cuda_graphs and shape.positions <= WIDEST_BARE
-        self._numbers += recorded
-        number = self._numbers if recorded else -1
-        frame = Frame(self._buffers, shape, self._qkv_width, bias, logits, features, dtype=self._dtype, number=number)
+        number = next(_NUMBERS) if self._records and shape.positions <= WIDEST_BARE else -1
+        outputs, idle = (logits, features), int(not self.ragged)
+        frame = Frame(self._buffers, shape, self._qkv_width, bias, *outputs, self._dtype, number=number, idle=idle)
         frame.bind(session, wanted_inputs, self.cache.values, self._output_names)
         return frame
 

@@ -11,11 +11,12 @@ import numpy as np
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.runtime.batch import BatchEngine, BatchRequest
-from specrun.runtime.batching.batch_row import SOLO_METHODS
+from specrun.runtime.batching.batch_row import alone
 from specrun.runtime.coupled_noise import CoupledNoise
 from specrun.runtime.engine import Engine, Prompt
 from specrun.runtime.kv_cache import shared_prefix
 from specrun.runtime.request import METHODS, canonical_method
+from specrun.runtime.session import ModelSession
 
 DRAFT_LENGTHS: Final = (1, 2, 3, 4, 5, 8, 16)
 BATCH_SIZES: Final = (1, 3)  # fewer rows than prompts: they join and leave at different rounds
@@ -72,8 +73,8 @@ def verify(
 
     A draft length is that of a chain; heads that run alone with the adaptive one propose token trees, and so does
     lookahead with all, of that depth. In a batch plain decoding is a method of its own; lookahead runs alone only, and
-    so does everything where ONNX Runtime is too old for several rows. The width probe is run anew first. prompts: a
-    built-in set by default. methods: all that the engine can run by default. lookahead: as in `RequestOptions`.
+    so does what ONNX Runtime is too old to run in rows. The width probe is run anew first. prompts: a built-in set by
+    default. methods: all that the engine can run by default. lookahead: as in `RequestOptions`.
     """
     report = progress or no_progress
     prompts = PROMPTS if prompts is None else prompts
@@ -94,7 +95,7 @@ def verify(
             report(f"plain decoding, {sampling}", index, len(prompts))
             expected.append(_tokens(engine, prompt, method="none", max_tokens=max_tokens, **options))
         for batch in batch_sizes:
-            for method, draft_length in _cases(methods, draft_lengths, batch, ragged=engine.target.ragged):
+            for method, draft_length in _cases(methods, draft_lengths, batch, engine.target):
                 shape: dict[str, Any] = {"lookahead": lookahead} if method == "lookahead" else {}
                 how = {**options, **shape, "max_tokens": max_tokens, "method": method, "draft_length": draft_length}
                 report(f"{method}, K = {draft_length or 'adaptive'}, batch {batch}, {sampling}", 0, None)
@@ -104,13 +105,15 @@ def verify(
 
 
 def _cases(
-    methods: Sequence[str], draft_lengths: Sequence[int], batch: int, *, ragged: bool
+    methods: Sequence[str], draft_lengths: Sequence[int], batch: int, target: ModelSession
 ) -> list[tuple[str, int | None]]:
     """The methods and draft lengths that a batch of this size can have."""
+    if batch > 1 and not target.rows_together:
+        return []
     if batch > 1:
-        methods = [method for method in methods if method not in SOLO_METHODS] if ragged else []
+        methods = [method for method in methods if not alone(method, ragged=target.ragged)]
     cases: list[tuple[str, int | None]] = [(method, k) for method in methods for k in (*draft_lengths, None)]
-    return cases if batch == 1 or not ragged else [("none", None), *cases]
+    return cases if batch == 1 else [("none", None), *cases]
 
 
 def _compare(

@@ -18,8 +18,10 @@ class BatchCosts:
     were dearer than it.
     """
 
-    def __init__(self, calibration: Calibration) -> None:
+    def __init__(self, calibration: Calibration, *, ragged: bool = True) -> None:
+        """ragged: whether rows with several new tokens run together; if not, one after another."""
         self._calibration = calibration
+        self._ragged = ragged
         widths = sorted(calibration.costs)
         self._widest = widths[-1]
         middle = next(width for width in widths if 2 * width >= self._widest)
@@ -40,7 +42,10 @@ class BatchCosts:
     def run(self, rows: int, width: int) -> float:
         """Seconds of a run."""
         seconds, runs = self._seen.get((rows, width), (0.0, 0.0))
-        return (_PRIOR * self._ratio * self.table(rows * width) + seconds) / (_PRIOR + runs)
+        return (_PRIOR * self._ratio * self._expected(rows, width) + seconds) / (_PRIOR + runs)
+
+    def _expected(self, rows: int, width: int) -> float:
+        return self.table(rows * width) if self._ragged or width == 1 else rows * self.table(width)
 
     def round(self, rows: int, width: int) -> float:
         """Seconds of a round: the run, and judging, committing and drafting for the rows."""
@@ -51,7 +56,7 @@ class BatchCosts:
         seconds = min(seconds, _MOST * self.run(rows, width))
         before, runs = self._seen.get((rows, width), (0.0, 0.0))
         self._seen[rows, width] = before * _MEMORY + seconds, runs * _MEMORY + 1.0
-        self._ratio = _MEMORY * self._ratio + (1.0 - _MEMORY) * seconds / self.table(rows * width)
+        self._ratio = _MEMORY * self._ratio + (1.0 - _MEMORY) * seconds / self._expected(rows, width)
 
     def note_rest(self, rows: int, seconds: float) -> None:
         """Beside its run a round took so long."""

@@ -23,28 +23,40 @@ SOLO_METHODS = ("lookahead",)
 """What drafts for one request at a time: its window needs a token tree, and rows of a batch run chains."""
 
 
+def alone(method: str | None, *, ragged: bool) -> bool:
+    """Whether a method drafts for one request at a time.
+
+    ragged: whether rows with several new tokens run together; without that nothing but n-grams drafts in a batch.
+    """
+    return method in SOLO_METHODS or not (ragged or method in (None, "auto", "none", "ngram"))
+
+
 def batch_method(engine: Engine, method: str | None) -> str:
     """The method by which a request runs in a batch; "auto" is what the engine has beside n-grams, as far as it pays.
 
     Errors: UsageError for one that the engine cannot run, or that drafts for one request at a time.
     """
+    ragged = engine.target.ragged
     if method in (None, "auto"):
-        return engine.drafting.automatic()
+        return engine.drafting.automatic() if ragged else "ngram"
     assert method is not None
-    rows_for(method, 2)
+    rows_for(method, 2, ragged=ragged)
     engine.require_method(method)
     return method
 
 
-def rows_for(method: str | None, batch_size: int | None) -> int | None:
+def rows_for(method: str | None, batch_size: int | None, *, ragged: bool = True) -> int | None:
     """The batch size for requests by this method: 1, if none was asked for and it drafts for one request at a time.
 
-    Raises UsageError where more rows were asked for.
+    ragged: as for `alone`. Raises UsageError where more rows were asked for.
     """
-    if method not in SOLO_METHODS or batch_size == 1:
+    if not alone(method, ragged=ragged) or batch_size == 1:
         return batch_size
     if batch_size is not None:
-        raise UsageError(f"Method '{method}' drafts for one request at a time: choose another, or a batch size of 1.")
+        here = "" if method in SOLO_METHODS else " on this ONNX Runtime"
+        raise UsageError(
+            f"Method '{method}' drafts for one request at a time{here}: choose another, or a batch size of 1."
+        )
     return 1
 
 
