@@ -233,6 +233,8 @@ def _summary(result: BestOfResult) -> str:
     if result.winner is not None:
         won = f"sample {_described(result, result.winner)} of {len(result.candidates)}"
     held = memory.kv_prefix_bytes + memory.kv_rows_bytes
+    if not memory.kv_prefix_bytes:
+        return f"{won}; keys and values {held / 1e6:.1f} MB, with the prompt in every row"
     if held >= memory.kv_copied_bytes:  # one row saves nothing
         return f"{won}; keys and values {held / 1e6:.1f} MB"
     return (

@@ -28,22 +28,21 @@ RAGGED: Final = ((3, 1, 2), (1, 4, 1), (4, 3, 5))  # new tokens of three rows, r
 MANY_ROWS: Final = 16
 
 
+def keeps_prefix(bundle: Bundle, device: Device) -> bool:
+    """Whether rows of this model can share one stored prefix.
+
+    Not on a GPU, whose attention gives no softmax weights to merge by, and not behind a sliding window, which ends at
+    another place of the prefix for each position.
+    """
+    return not device.resident and made_for(bundle.manifest) == "cpu" and bundle.manifest.kv.window is None
+
+
 class PrefixGraph:
-    """Opens sessions behind a prefix, on the CPU. Raises UsageError for a model without that graph."""
+    """Opens sessions behind a prefix (`keeps_prefix`). Raises UsageError for a model without that graph."""
 
     def __init__(self, bundle: Bundle, threads: int, device: Device = CPU) -> None:
         spec = bundle.manifest.graphs.get(SHARED_GRAPH)
         name = bundle.manifest.name
-        if device.resident or made_for(bundle.manifest) != "cpu":
-            raise UsageError(
-                f"best-of runs on the CPU only, and {name} is for a GPU: export it under another --name without "
-                "--device cuda, or let generate --n write samples one after another."
-            )
-        if bundle.manifest.kv.window is not None:
-            raise UsageError(
-                f"{name} attends through a sliding window, and samples behind one stored prompt need all of it: "
-                "best-of is not for this model; generate --n writes samples one after another."
-            )
         if spec is None:
             raise UsageError(
                 f"{name} was made before best-of was there and lacks its graph: export it again (or pull it) with "

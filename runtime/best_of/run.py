@@ -19,10 +19,12 @@ from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.batching.batch_row import batch_method
 from specrun.runtime.batching.batch_size import memory_for_rows
 from specrun.runtime.batching.batch_stats import BatchStats
+from specrun.runtime.batching.row_pool import RowPool
 from specrun.runtime.batching.scheduler import Incoming, Scheduler
 from specrun.runtime.best_of.candidates import Candidate, Score, is_number
 from specrun.runtime.best_of.likelihood import LogprobScore
 from specrun.runtime.best_of.limits import MOST_ROWS, MOST_SAMPLES, TEMPERATURE
+from specrun.runtime.best_of.prefix_graph import keeps_prefix
 from specrun.runtime.best_of.prefix_pool import PrefixPool
 from specrun.runtime.best_of.prefix_session import SINK, Prefix
 from specrun.runtime.best_of.result import (
@@ -34,6 +36,7 @@ from specrun.runtime.best_of.result import (
 )
 from specrun.runtime.best_of.sample_row import SampleRow
 from specrun.runtime.best_of.siblings import SiblingTexts, sibling_estimate
+from specrun.runtime.kv_shape import KVShape
 from specrun.runtime.proposers.eagle import WINDOW
 from specrun.runtime.request import Request, RequestOptions, request_options
 from specrun.runtime.result import Result, Usage
@@ -128,18 +131,9 @@ class BestOf:
         engine.acquire()
         try:
             self._start = time.perf_counter()
-            graph = engine.prefix_graph()
-            exact = graph.rule.exact and engine.calibration.rule.exact
-            began = time.perf_counter()
-            try:
-                read, cached = self._read_prompt()
-                prefill_s = time.perf_counter() - began
-                stats, memory = BatchStats(0), BestOfMemory(engine.bundle.weights_bytes, 0, 0, 0)
-                if read is not None:
-                    engine.target.fit(len(self._prompt))
-                    memory = self._decode(graph, Prefix.of_cache(engine.target.cache), read, stats)
-            finally:
-                engine.finish_request(replace(self._request, method="none"), [*self._prompt, 0], drafted=False)
+            stats = BatchStats(0)
+            behind = self._behind_prefix if keeps_prefix(engine.bundle, engine.device) else self._behind_copies
+            exact, cached, memory = behind(stats)
         finally:
             engine.release()
         sampling = self._request.options.sampling
@@ -163,7 +157,7 @@ class BestOf:
             exactness="distribution" if drawn else "bitwise" if exact else "rounding",
             seed=None if sampling.greedy else sampling.seed,
             usage=Usage(len(self._prompt), sum(len(candidate.token_ids) for candidate in candidates), cached),
-            timings=BestOfTimings(engine.load_s, prefill_s, stats.decode_s, time.perf_counter() - began),
+            timings=BestOfTimings(engine.load_s, stats.prefill_s, stats.decode_s, time.perf_counter() - began),
             rounds=stats.rounds,
             speculation=merged([result.speculation for result in results]),
             memory=memory,
@@ -171,6 +165,40 @@ class BestOf:
             cut=tuple(sorted(self._cut)),
             pass_at_k=self._pass_at_k(candidates),
         )
+
+    def _behind_prefix(self, stats: BatchStats) -> tuple[bool, int, BestOfMemory]:
+        """Decode behind a prompt that is stored once: (whether texts are exact, tokens read before, memory)."""
+        engine = self._engine
+        graph = engine.prefix_graph()
+        exact = graph.rule.exact and engine.calibration.rule.exact
+        memory = BestOfMemory(engine.bundle.weights_bytes, 0, 0, 0)
+        began = time.perf_counter()
+        try:
+            read, cached = self._read_prompt()
+            stats.prefill_s = time.perf_counter() - began
+            if read is not None:
+                engine.target.fit(len(self._prompt))
+                memory = self._decode(graph, Prefix.of_cache(engine.target.cache), read, stats)
+        finally:
+            engine.finish_request(replace(self._request, method="none"), [*self._prompt, 0], drafted=False)
+        return exact, cached, memory
+
+    def _behind_copies(self, stats: BatchStats) -> tuple[bool, int, BestOfMemory]:
+        """The same in rows of a batch, which read the prompt once and copy its keys and values.
+
+        For models without the graph of a prefix that is stored once; texts are those of `Engine.generate`.
+        """
+        engine = self._engine
+        rows, free = min(len(self._runnings), MOST_ROWS), memory_for_rows(engine.device)
+        if free is not None:
+            most = KVShape.of_bundle(engine.bundle).kv_bytes(len(self._prompt) + self._most_tokens)
+            rows = max(1, min(rows, free // most))
+        rows = rows if engine.target.rows_together else 1
+        pool = RowPool(engine.target, rows)
+        position_bytes = pool.position_bytes  # while there are buffers
+        taken = rows * position_bytes * self._schedule(pool, stats)
+        memory = BestOfMemory(engine.bundle.weights_bytes, 0, taken, taken)
+        return engine.calibration.batch_exactness == "bitwise", 0, memory
 
     def _read_prompt(self) -> tuple[_Read | None, int]:
         """(what reading the prompt gave, None if it was cancelled; tokens that were read before)."""
@@ -197,11 +225,22 @@ class BestOf:
         free = memory_for_rows()
         if free is not None:
             rows = max(1, min(rows, free // (slot_bytes * (SINK + self._most_tokens))))
-        stats.batch_size = rows
         session = graph.session(prefix, rows, self._most_tokens, now=min(self._most_tokens, RESERVED_TOKENS))
         pool = PrefixPool(session, rows, read.logits, read.features)
-        eos = engine.bundle.manifest.special_ids.eos
-        texts = SiblingTexts(self._prompt, engine.drafting.table.max_n, eos)
+        largest = max(self._schedule(pool, stats), SINK)
+        shape = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * np.dtype(np.float32).itemsize
+        return BestOfMemory(
+            engine.bundle.weights_bytes,
+            prefix.nbytes,
+            rows * largest * shape,
+            rows * (prefix.length + largest - SINK) * shape,
+        )
+
+    def _schedule(self, pool: RowPool, stats: BatchStats) -> int:
+        """Decode all samples in the rows of a pool; the most positions that a row had room for."""
+        engine, rows = self._engine, pool.cache.batch
+        stats.batch_size = rows
+        texts = SiblingTexts(self._prompt, engine.drafting.table.max_n, engine.bundle.manifest.special_ids.eos)
         make_row = partial(SampleRow, texts=texts, estimate=sibling_estimate())
         largest = 0
 
@@ -210,21 +249,14 @@ class BestOf:
             largest = max(largest, pool.cache.capacity)
             self._look()
 
-        costs = BatchCosts(engine.calibration)
+        costs = BatchCosts(engine.calibration, ragged=engine.target.ragged)
         scheduler = Scheduler(engine, rows, costs, stats, pool=pool, make_row=make_row, before_round=before_round)
         with closing(scheduler.run(self._incoming())) as answers:
             for index, result in answers:
                 if isinstance(result, SpecrunError):
                     raise result
                 self._ended(index, result)
-        largest = max(largest, SINK)
-        shape = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * np.dtype(np.float32).itemsize
-        return BestOfMemory(
-            engine.bundle.weights_bytes,
-            prefix.nbytes,
-            rows * largest * shape,
-            rows * (prefix.length + largest - SINK) * shape,
-        )
+        return largest
 
     def _incoming(self) -> Iterator[Incoming]:
         for index, running in enumerate(self._runnings):

@@ -166,12 +166,16 @@ def test_rows_come_to_the_host_in_one_copy(models: TinyModels, monkeypatch: pyte
     assert len(copies) == 3
 
 
-def test_best_of_is_for_the_cpu(models: TinyModels) -> None:
+def test_best_of_copies_the_prompt_where_its_graph_cannot_run(models: TinyModels) -> None:
     for model, place in (("tgt-cuda", "cpu"), ("tgt", DEVICE)):
         engine = models.engine(model, device=place)
-        with pytest.raises(UsageError, match=r"best-of runs on the CPU only, and tgt.* export it under another --name"):
-            engine.best_of(PROMPT, n=2)
-        assert engine.generate(PROMPT, max_tokens=2).token_ids
+        found = engine.best_of(PROMPT, n=2, max_tokens=4, seed=3)
+        assert found.memory.kv_prefix_bytes == 0 < found.memory.kv_rows_bytes == found.memory.kv_copied_bytes
+        wanted = [engine.generate(PROMPT, max_tokens=4, seed=3, temperature=0.8, sample_index=n) for n in range(2)]
+        assert [candidate.token_ids for candidate in found.candidates] == [result.token_ids for result in wanted]
+
+
+def test_the_buffers_of_a_device_keep_their_capacity(models: TinyModels) -> None:
     cache = models.engine("tgt-cuda", device=DEVICE).target.cache
     with pytest.raises(ValueError, match="keep their capacity"):
         cache.fit(cache.capacity)

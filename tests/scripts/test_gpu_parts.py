@@ -15,9 +15,9 @@ import pytest
 from gpu_checks import models
 from gpu_checks.child import Report, for_each
 from gpu_checks.context import DRY, Context
-from gpu_checks.parts import best_of, correctness, costs, exactness, export, kv_memory
+from gpu_checks.parts import correctness, costs, exactness, export, kv_memory
 from gpu_checks.random_model import SHAPES, write_bundle
-from specrun.models_cache.errors import BackendError, UsageError
+from specrun.models_cache.errors import BackendError
 from specrun.models_cache.layout import Bundle
 from specrun.runtime import Engine, calibration
 from specrun.runtime.calibration import Calibration
@@ -141,24 +141,6 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "open_engine", lambda *arguments, **options: Double())
     monkeypatch.setattr(models, "open_rows", lambda engine: Rows())
     monkeypatch.setattr(models, "text_ids", lambda engine, count: [*range(count)])
-
-
-@pytest.mark.usefixtures("doubles")
-def test_an_engine_without_best_of(context: Context, report: Report) -> None:
-    best_of.run(context, report)
-    assert report.figures == {"built": False, "n": DRY.samples}
-
-
-@pytest.mark.usefixtures("doubles")
-def test_graphs_that_best_of_is_not_for(context: Context, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise UsageError("best-of runs on the CPU only")
-
-    monkeypatch.setattr(Double, "best_of", refuse, raising=False)
-    monkeypatch.setattr(Double, "generate", lambda *arguments, **options: None)
-    monkeypatch.setattr(best_of, "DeviceMemory", lambda device: SimpleNamespace(read=lambda: (0, 0)))
-    best_of.run(context, report)
-    assert report.figures == {"built": False, "n": DRY.samples, "reason": "best-of runs on the CPU only"}
 
 
 @pytest.mark.usefixtures("doubles")

@@ -1,4 +1,4 @@
-"""Memory of N samples of one prompt, whose prefix is stored once, against as many copies of it."""
+"""Memory of N samples of one prompt against as many copies of it; a GPU's graphs do copy it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from gpu_checks.child import Report
 from gpu_checks.context import Context
 from gpu_checks.driver import DeviceMemory
 from specrun.export.fidelity import TEXT
-from specrun.models_cache.errors import UsageError
 from specrun.runtime.cost_model import prefix_saving
 
 TEXTS = 4  # repeats of the text that is the prompt: about 900 tokens
@@ -21,24 +20,18 @@ def run(context: Context, report: Report) -> None:
     amounts = context.amounts
     prompt = models.PROMPTS[0] if context.dry_run else TEXT * TEXTS
     with models.open_engine(context) as engine:
-        best_of = getattr(engine, "best_of", None)
-        report.add(built=best_of is not None, n=amounts.samples)
-        if best_of is None:
-            return
         engine.generate(prompt, method="none", max_tokens=1)  # the prompt is in its buffers then
         memory = DeviceMemory(context.device)
         before, _ = memory.read()
         start = time.perf_counter()
-        try:
-            result = best_of(prompt, n=amounts.samples, max_tokens=amounts.max_tokens, seed=1)
-        except UsageError as error:  # it is for the processor's graphs only
-            report.add(built=False, reason=str(error))
-            return
+        result = engine.best_of(prompt, n=amounts.samples, max_tokens=amounts.max_tokens, seed=1)
         seconds = time.perf_counter() - start
         after, _ = memory.read()
         written = result.usage.completion_tokens
         prefix = result.usage.prompt_tokens
         report.add(
+            n=amounts.samples,
+            prefix_stored_once=bool(result.memory.kv_prefix_bytes),
             method=result.method,
             exactness=result.exactness,
             prompt_tokens=prefix,
