@@ -43,6 +43,16 @@ class CodeTestsScore:
         self.outcomes: list[Outcome] = []
         """What the last call of `scores` found, one for each candidate."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why none of the last candidates passes a test; nothing if one does."""
+        if not self.outcomes or any(outcome.passed for outcome in self.outcomes):
+            return ()
+        reason = self.outcomes[0].reason or ""
+        lost = reason.startswith(("ModuleNotFoundError", "ImportError"))
+        mend = "; the tests run behind the answer's own code: they import nothing of it" if lost else ""
+        return (f"no sample passes a test; the first one: {ascii(reason)[1:-1]:.200}{mend}",)
+
     def scores(self, prompt: str, candidates: Sequence[Candidate]) -> list[float]:
         """See `Score`: passed / all. Raises UsageError on Windows, ScoreError where the sandbox does not start."""
         known: dict[str, Outcome] = {}

@@ -19,10 +19,14 @@ class VoteScore:
 
     def __init__(self, answer: AnswerPattern | None = None) -> None:
         self.answer = answer or AnswerPattern()
+        self.notes: tuple[str, ...] = ()
+        """What there is to say of the last call of `scores`."""
 
     def scores(self, prompt: str, candidates: Sequence[Candidate]) -> list[float]:
         """See `Score`: the votes plus less than 1 for the log-probability, and so below 1 without an answer."""
         answers = self.answer.find([candidate.text for candidate in candidates])
+        voted = any(answer is not None for answer in answers)
+        self.notes = () if voted else ("no sample has an answer to vote on: the most probable one was chosen",)
         return vote_scores(answers, [mean_logprob(candidate) for candidate in candidates])
 
 

@@ -85,3 +85,17 @@ def test_doubtful_backslashes_in_an_answer_warn_nobody() -> None:
         assert "re.sub('\\d'" in text
         assert assemble(text, "import re\n", "f").startswith("import re\n\nimport re\ndef f")
     assert told == []
+
+
+def test_why_no_sample_passes_is_said() -> None:
+    score = CodeTestsScore("from solution2 import twice\n\n\ndef test_it():\n    assert twice(2) == 4\n")
+    assert score.notes == ()
+    assert score.scores("", candidates("def twice(x):\n    return 2 * x")) == [0.0]
+    assert len(score.notes) == 1
+    assert score.notes[0].startswith("no sample passes a test; the first one: ModuleNotFoundError: No module named")
+    assert score.notes[0].endswith("behind the answer's own code: they import nothing of it")
+    score = CodeTestsScore("def test_it():\n    assert twice(2) == 4\n")
+    score.scores("", candidates("def twice(x):\n    raise OSError('\\x1b[31m')"))
+    assert score.notes == ("no sample passes a test; the first one: OSError: \\x1b[31m",)
+    score.scores("", candidates("no code", "def twice(x):\n    return 2 * x"))
+    assert score.notes == ()

@@ -39,3 +39,11 @@ def test_a_pattern_of_the_users() -> None:
     scores = VoteScore(AnswerPattern(r"Answer: (\w+)")).scores("", rows)
     assert best(scores) == 1
     assert VoteScore().scores("", []) == []
+
+
+def test_a_vote_that_nobody_cast_is_said() -> None:
+    score = VoteScore()
+    score.scores("", candidates("none", "nor this"))
+    assert score.notes == ("no sample has an answer to vote on: the most probable one was chosen",)
+    score.scores("", candidates("none", "7"))
+    assert score.notes == ()
