@@ -83,3 +83,14 @@ def test_neighbours_of_the_winner_are_compared_exactly(temperature: float) -> No
         row = (level - level.max()).astype(np.float32)
         ratios = -np.log1p(noise * -(2.0**-53)) / np.exp((row.astype(np.float64) - float(row.max())) / temperature)
         assert fixed(row, temperature, noise) == int(ratios.argmin())
+
+
+@pytest.mark.parametrize("temperature", [1e29, 1e36, 1e40, 1e100, 1e308])
+def test_the_hottest_temperatures(temperature: float) -> None:
+    """Logits whose difference is beyond 32-bit floats, and some that are banned."""
+    row = np.array([3e38, -3e38, -np.inf, 0.0] * 50, np.float32)
+    for position in range(40):
+        noise = CoupledNoise(7, 1, row.size).of(np.arange(row.size), position)
+        with np.errstate(divide="ignore"):
+            ratios = -np.log1p(noise * -(2.0**-53)) / np.exp((row.astype(np.float64) - float(row.max())) / temperature)
+        assert chosen(row, temperature, position) == int(ratios.argmin())
