@@ -13,6 +13,7 @@ from specrun.runtime.best_of.candidates import Candidate, is_number
 from specrun.runtime.result import SpeculationStats, Usage
 
 EXACT_TO: Final = "plain decoding of the shared-prefix graph with the same seed; generate's graph rounds otherwise"
+COPIES_EXACT_TO: Final = "plain decoding with the same seed, which is what generate gives"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class BestOfResult:
     """The candidates of one prompt in order, their scores, and the winner: the highest score, the first of equal ones.
 
     winner      None where no candidate may be chosen (all scores are -inf, or nothing was written)
-    exactness   of the candidates' texts, against plain decoding of the same graph (`EXACT_TO`): "bitwise", "rounding"
-                or "distribution", as in `Result`
+    exactness   of the candidates' texts, against plain decoding of the same graph (`EXACT_TO`, or `COPIES_EXACT_TO`
+                where the prompt is copied into every row): "bitwise", "rounding" or "distribution", as in `Result`
     usage       completion tokens of all candidates together
     rounds      runs of the rows together; `speculation` counts each row's
     pruned      candidates that were ended because they could not win; cut: those that a budget ended
@@ -82,7 +83,7 @@ class BestOfResult:
 
     def to_json(self, *, candidates: bool = False) -> dict[str, Any]:
         """The JSON of `best-of`; `candidates`: list all of them, best first."""
-        winner = self.winner
+        winner, shared = self.winner, self.memory.kv_prefix_bytes > 0
         body: dict[str, Any] = {
             "text": self.text,
             "index": None if winner is None else winner.index,
@@ -94,8 +95,8 @@ class BestOfResult:
             "model": self.model,
             "method": self.method,
             "exactness": self.exactness,
-            "exact_to": EXACT_TO,
-            "graph": SHARED_GRAPH,
+            "exact_to": EXACT_TO if shared else COPIES_EXACT_TO,
+            "graph": SHARED_GRAPH if shared else "target",
             "seed": self.seed,
             "usage": asdict(self.usage),
             "timings": asdict(self.timings),

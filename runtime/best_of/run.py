@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.runtime import cost_model
 from specrun.runtime.batching.batch_costs import BatchCosts
-from specrun.runtime.batching.batch_row import batch_method
+from specrun.runtime.batching.batch_row import SOLO_METHODS, alone, batch_method
 from specrun.runtime.batching.batch_size import memory_for_rows
 from specrun.runtime.batching.batch_stats import BatchStats
 from specrun.runtime.batching.row_pool import RowPool
@@ -122,8 +122,11 @@ class BestOf:
         self._start = 0.0
 
     def cancel(self) -> None:
-        """End all samples after the round that is running; from any thread. The result has what there is."""
+        """End all samples after the run that is under way; from any thread. The result has what there is."""
         self._cancelled.set()
+        for running in self._runnings:
+            if not running.decided:  # its prompt may be being read, and no round comes before that ends
+                running.cancelled.set()
 
     def run(self) -> BestOfResult:
         """Decode and choose. The engine is held while decoding, and not while scoring."""
@@ -191,8 +194,9 @@ class BestOf:
         engine = self._engine
         rows, free = min(len(self._runnings), MOST_ROWS), memory_for_rows(engine.device)
         if free is not None:
-            most = KVShape.of_bundle(engine.bundle).kv_bytes(len(self._prompt) + self._most_tokens)
-            rows = max(1, min(rows, free // most))
+            target, wanted = engine.target, len(self._prompt) + self._most_tokens + engine.target.spare
+            positions = target.cache.buffers.capacity(wanted, target.positions, rows)
+            rows = max(1, min(rows, free // KVShape.of_bundle(engine.bundle).kv_bytes(positions)))
         rows = rows if engine.target.rows_together else 1
         pool = RowPool(engine.target, rows)
         position_bytes = pool.position_bytes  # while there are buffers
@@ -255,7 +259,9 @@ class BestOf:
             for index, result in answers:
                 if isinstance(result, SpecrunError):
                     raise result
-                self._ended(index, result)
+                largest = max(largest, pool.cache.capacity)
+                if result.token_ids or result.finish_reason != "cancelled":
+                    self._ended(index, result)
         return largest
 
     def _incoming(self) -> Iterator[Incoming]:
@@ -325,9 +331,11 @@ def _checked(engine: Engine, options: RequestOptions, n: int, certainties: bool)
     request = request_options(**given)
     if request.options.sampling.greedy and n > 1:
         raise UsageError(f"Without sampling all {n} samples are the same: give a temperature of 0.8, say, or n of 1.")
-    if request.method == "lookahead":
+    if alone(request.method, ragged=engine.target.ragged):
+        here = "" if request.method in SOLO_METHODS else " on this ONNX Runtime"
         raise UsageError(
-            "Method 'lookahead' drafts for one request at a time, and best-of runs several: choose another."
+            f"Method '{request.method}' drafts for one request at a time{here}, and best-of runs several: "
+            "choose another."
         )
     generation = replace(request.options, logprobs=request.options.logprobs or 0, certainties=certainties)
     return replace(request, options=generation, method=batch_method(engine, request.method))

@@ -14,14 +14,13 @@ import scipy.stats
 
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.layout import Bundle
-from specrun.models_cache.manifest import SHARED_GRAPH, KVSpec
+from specrun.models_cache.manifest import SHARED_GRAPH
 from specrun.runtime import BestOfResult, Candidate, Engine
 from specrun.runtime.batching.batch_costs import BatchCosts
 from specrun.runtime.best_of.result import choose
 from specrun.runtime.best_of.run import BestOf, Progress
 from specrun.runtime.best_of.siblings import SiblingTexts
 from specrun.runtime.cost_model import pass_at_k
-from specrun.runtime.device import CPU, Device
 from specrun.runtime.ngram_table import Match
 
 from .checks import text_of
@@ -350,40 +349,6 @@ def test_a_bundle_without_the_graph(models: TinyModels) -> None:
         with pytest.raises(UsageError, match="export it again"):
             engine.best_of(PROMPT, n=2)
         assert engine.generate(PROMPT, max_tokens=2).token_ids
-
-
-@pytest.mark.parametrize("place", ["a sliding window", "a GPU", "a GPU with an old ONNX Runtime"])
-def test_samples_with_copies_of_the_prompt(
-    models: TinyModels, monkeypatch: pytest.MonkeyPatch, wide: None, place: str
-) -> None:
-    """Where one stored prompt does not do: the texts of `generate`, and what the rows take."""
-    bundle = models.bundle("tgt" if place == "a sliding window" else "tgt-cuda")
-    device = CPU
-    if place == "a sliding window":
-        slides = replace(bundle.manifest, kv=KVSpec("float32", bundle.manifest.kv.positions, 8))
-        bundle = Bundle(bundle.path, slides, bundle.digest)
-    else:
-        device = Device("cpu", resident=True)
-    if place == "a GPU with an old ONNX Runtime":
-        monkeypatch.setattr("specrun.runtime.session.build_features", lambda: frozenset({"attention_bias"}))
-    with Engine(bundle, threads=1, device=device) as engine:
-        options = {"temperature": 0.5, **RAW}
-        wanted = [engine.generate(LONG, method="none", sample_index=n, **options).token_ids for n in range(6)]
-        assert len(set(wanted)) > 1
-        for method in ("none", "ngram", "auto"):
-            found = engine.best_of(LONG, n=6, method=method, **options)
-            assert [candidate.token_ids for candidate in found.candidates] == wanted
-            assert found.exactness == "bitwise"
-            assert found.memory.kv_prefix_bytes == 0
-            kv, sizes = bundle.manifest.kv, bundle.manifest.sizes
-            position = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * np.dtype(kv.dtype).itemsize
-            assert found.memory.kv_rows_bytes == found.memory.kv_copied_bytes
-            assert found.memory.kv_rows_bytes >= 6 * position * (found.usage.prompt_tokens + 24)
-            assert found.memory.kv_saved == 0.0
-            assert found.timings.prefill_s > 0.0
-        cut = engine.best_of(LONG, n=6, method="none", budget_tokens=12, **options)
-        assert cut.cut
-        assert engine.generate(LONG, method="ngram", sample_index=2, **options).token_ids == wanted[2]
 
 
 def test_the_end_of_the_context(models: TinyModels) -> None:

@@ -443,6 +443,15 @@ def test_rows_of_a_build_without_ragged_runs(
     assert "one request at a time on this ONNX Runtime" in str(refused[0].result)
 
 
+def test_best_of_says_what_drafts_alone_there(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = models.bundle("heads-cuda")
+    monkeypatch.setattr("specrun.runtime.session.build_features", lambda: frozenset(OLD_BUILD))
+    with closing(Engine(bundle, threads=1, device=DEVICE)) as engine:
+        for method, where in (("eagle", " on this ONNX Runtime"), ("lookahead", "")):
+            with pytest.raises(UsageError, match=f"one request at a time{where}, and best-of runs several"):
+                engine.best_of(PROMPT, n=2, method=method)
+
+
 def test_a_row_that_idles_keeps_what_it_holds(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without lengths of queries an idle row runs a token too, which is not kept."""
     monkeypatch.setattr("specrun.runtime.session.build_features", lambda: frozenset(OLD_BUILD))
