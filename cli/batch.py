@@ -112,6 +112,7 @@ def batch(
     """
     from specrun.models_cache.errors import UsageError
     from specrun.runtime.batching.batch_row import rows_for
+    from specrun.runtime.device import made_for
     from specrun.runtime.jobs import JobSettings
     from specrun.runtime.request import request_options
     from specrun.runtime.session import choose_graph
@@ -129,7 +130,9 @@ def batch(
         raise UsageError("--workers is for Ray: add --engine ray.")
     _check_places(source, target)
     bundle = ensure_model(values["model"], yes=values["yes"])
-    batch_size = rows_for(values["method"], batch_size, ragged=choose_graph(bundle).max_batch is None)
+    # Without ragged runs models for the CPU have one row at a time whatever was asked for, so every method does.
+    ragged = choose_graph(bundle).max_batch is None or made_for(bundle.manifest) == "cpu"
+    batch_size = rows_for(values["method"], batch_size, ragged=ragged)
     settings = JobSettings(
         bundle.manifest.name,
         bundle.target_digest,

@@ -28,7 +28,7 @@ from specrun.runtime.cuda_runtime import gpu
 from specrun.runtime.device import CPU, Device
 from specrun.runtime.session import PROBED_ROWS, WIDEST_BARE, ModelSession, WidthRule
 
-VERSION = 3
+VERSION = 4
 PROBED_WIDTHS = tuple(range(1, WIDEST_BARE + 1))
 LONG_WIDTHS = (64, 256)  # and one that leaves a lone row in the attention's last block
 TIMED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17)

@@ -329,3 +329,17 @@ def test_a_method_that_drafts_for_one_request_at_a_time(source: Path, target: Pa
     result = batch(source, target, "--method", "lookahead")
     assert result.exit_code == 0, result.stderr
     assert [record["response"]["body"]["method"] for record in records(target.read_bytes())] == ["lookahead"] * 5
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_build_without_ragged_runs_refuses_no_method(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model for the CPU has one row there, whatever was asked for; that tiny has no head is another matter."""
+    monkeypatch.setattr("specrun.runtime.session.build_features", lambda: frozenset({"attention_bias", "position_ids"}))
+    refused = batch(source, target, "--method", "eagle", "--batch-size", 4)
+    assert refused.exit_code != 0
+    assert "one request at a time" not in refused.stderr
+    assert "eagle" in refused.stderr
+    result = batch(source, target, "--method", "ngram", "--batch-size", 4)
+    assert result.exit_code == 0, result.stderr
