@@ -13,6 +13,7 @@ from specrun.runtime.best_of.sandbox import Limits, Outcome, read_tests, run_in_
 
 # A fence may be indented, and the last one may lack its end where the text was cut.
 _FENCE: Final = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)", re.M | re.S)
+_QUOTED: Final = re.compile(r"'([\w.]+)'")
 _LANGUAGES: Final = frozenset({"", "python", "py", "python3"})
 
 
@@ -48,10 +49,15 @@ class CodeTestsScore:
         """Why none of the last candidates passes a test; nothing if one does."""
         if not self.outcomes or any(outcome.passed for outcome in self.outcomes):
             return ()
-        reason = self.outcomes[0].reason or ""
-        lost = reason.startswith(("ModuleNotFoundError", "ImportError"))
+        reason = (self.outcomes[0].reason or "").rstrip(": ")
+        lost = reason.startswith(("ModuleNotFoundError", "ImportError")) and self._imports(_QUOTED.findall(reason))
         mend = "; the tests run behind the answer's own code: they import nothing of it" if lost else ""
         return (f"no sample passes a test; the first one: {ascii(reason)[1:-1]:.200}{mend}",)
+
+    def _imports(self, modules: Sequence[str]) -> bool:
+        """Whether the tests, and not the answer alone, import one of these."""
+        source = "\n".join(self._tests.steps)
+        return any(re.search(rf"^\s*(?:from|import) +{re.escape(name)}\b", source, re.M) for name in modules)
 
     def scores(self, prompt: str, candidates: Sequence[Candidate]) -> list[float]:
         """See `Score`: passed / all. Raises UsageError on Windows, ScoreError where the sandbox does not start."""

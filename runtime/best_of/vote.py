@@ -26,7 +26,8 @@ class VoteScore:
         """See `Score`: the votes plus less than 1 for the log-probability, and so below 1 without an answer."""
         answers = self.answer.find([candidate.text for candidate in candidates])
         voted = any(answer is not None for answer in answers)
-        self.notes = () if voted else ("no sample has an answer to vote on: the most probable one was chosen",)
+        chosen = ": the most probable one was chosen" if any(candidate.token_ids for candidate in candidates) else ""
+        self.notes = () if voted else (f"no sample has an answer to vote on{chosen}",)
         return vote_scores(answers, [mean_logprob(candidate) for candidate in candidates])
 
 

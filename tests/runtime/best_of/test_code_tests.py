@@ -99,3 +99,8 @@ def test_why_no_sample_passes_is_said() -> None:
     assert score.notes == ("no sample passes a test; the first one: OSError: \\x1b[31m",)
     score.scores("", candidates("no code", "def twice(x):\n    return 2 * x"))
     assert score.notes == ()
+    for answer in ("import absent\n\ndef twice(x):\n    return 4", "def twice(x):\n    import absent\n    return 4"):
+        score.scores("", candidates(answer))  # it is not the tests that import it
+        assert score.notes == ("no sample passes a test; the first one: ModuleNotFoundError: No module named 'absent'",)
+    score.scores("", candidates("def twice(x):\n    return 5"))
+    assert score.notes == ("no sample passes a test; the first one: AssertionError",)

@@ -47,3 +47,5 @@ def test_a_vote_that_nobody_cast_is_said() -> None:
     assert score.notes == ("no sample has an answer to vote on: the most probable one was chosen",)
     score.scores("", candidates("none", "7"))
     assert score.notes == ()
+    score.scores("", [candidate(), candidate(index=1)])
+    assert score.notes == ("no sample has an answer to vote on",)
