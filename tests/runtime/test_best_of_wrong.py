@@ -62,8 +62,8 @@ def test_tokens_that_a_stop_text_takes_back_end_no_sample(models: TinyModels, mo
     """The winner is one whose last tokens, the beginning of the stop text, were improbable."""
     monkeypatch.setattr("specrun.runtime.best_of.run.MOST_ROWS", 1)
     engine = models.engine("tgt")
-    options: dict[str, Any] = {"raw": True, "seed": 466677, "temperature": 0.5, "max_tokens": 4, "ignore_eos": True}
-    options["stop"] = ["\u03fcE"]
+    options: dict[str, Any] = {"raw": True, "seed": 2, "temperature": 0.5, "max_tokens": 4, "ignore_eos": True}
+    options["stop"] = ['v"']
     whole = engine.best_of("one two", n=8, **options)
     assert whole.winner is not None
     assert whole.winner.finish_reason == "stop"
