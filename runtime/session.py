@@ -73,6 +73,7 @@ class ModelSession:
         self.sizes = sizes
         self.ragged = graph.max_batch is None
         self._inputs = frozenset(value.name for value in onnx_session.get_inputs())
+        self.pads_rows = "pad_rows" in self._inputs  # a dummy row beside each lone one
         if batch > 1 and not self.rows_together:
             raise BackendError(
                 f"This ONNX Runtime runs {bundle.manifest.name} one row at a time: update it to 1.32 or newer."
@@ -140,7 +141,7 @@ class ModelSession:
     @property
     def rows_together(self) -> bool:
         """Whether several rows can run: older builds take them with one position each, which a dummy row makes two."""
-        return self.ragged or "pad_rows" not in self._inputs
+        return self.ragged or not self.pads_rows
 
     @property
     def _bare_rows(self) -> bool:
@@ -166,7 +167,7 @@ class ModelSession:
     @property
     def spare(self) -> int:
         """Positions that a run may need beyond its tokens."""
-        return max(SPARE if "pad_rows" in self._inputs else WIDE_STEP, self.width_rule.multiple)
+        return max(SPARE if self.pads_rows else WIDE_STEP, self.width_rule.multiple)
 
     def new_cache(self, batch: int) -> KVCache:
         """Buffers for so many rows of this model, where those of this session are."""
@@ -313,7 +314,7 @@ class ModelSession:
             rows += 1
         if rule.pinned:
             positions = rule.multiple
-        if "pad_rows" not in self._inputs:
+        if not self.pads_rows:
             return (positions if positions <= WIDEST_BARE else -(-positions // WIDE_STEP) * WIDE_STEP), 0, rows
         # The attention takes its rows in blocks (2 x head_dim, fewer where the L2 cache is small), and a wide run may
         # leave a lone one in the last block. With a dummy row behind it no real row is ever alone.

@@ -342,7 +342,7 @@ def test_logits_that_are_no_numbers_are_refused(models: TinyModels, monkeypatch:
     engine.logits(tokens)
     rows = engine.target.run([5], rows=1)
     assert isinstance(rows, DeviceLogits)
-    rows._buffer.owner.update_inplace(np.full((1, 1, 288), np.nan, np.float32))
+    rows._buffer.owner.update_inplace(np.full(rows._buffer.shape, np.nan, np.float32))
     from specrun.runtime.proposal import EMPTY
 
     with pytest.raises(BackendError, match="not numbers"):
@@ -369,7 +369,8 @@ def test_the_best_of_rows_hold_all_that_tie(models: TinyModels) -> None:
     whole = np.array(rows)[:, :280].copy()
     whole[1, 10:200] = whole[1].max() + 1  # more than come with the k best
     whole[2, 5:40] = whole[2].max() + 1  # fewer
-    rows._buffer.owner.update_inplace(np.pad(whole, ((0, 0), (0, 8)))[None])
+    spare = rows._buffer.shape[1] - len(whole)  # rows that fill a width
+    rows._buffer.owner.update_inplace(np.pad(whole, ((0, spare), (0, 8)))[None])
     rows._copied = None
     best = rows.best(4, 280)
     for row, found in zip(whole, best, strict=True):
@@ -484,6 +485,14 @@ def test_the_bits_of_rows_that_run_together_are_probed(models: TinyModels, monke
             return [np.array(row) + np.float32(1e-2) for row in found]
 
     found = probe(opener(models, Together))
-    assert (found.width_multiple, found.pinned, found.batches) == (1, False, False)
-    assert found.batch_bound == pytest.approx(0.01, rel=0.01)
-    assert probe(session_opener(models.bundle("tgt-cuda"), 1, DEVICE)).batch_exactness == "bitwise"
+    assert (found.width_multiple, found.pinned, found.batches) == (2, False, False)
+    assert 0.01 < found.batch_bound < 0.03
+    found = probe(session_opener(models.bundle("tgt-cuda"), 1, DEVICE))
+    assert (found.exactness, found.batch_exactness) == ("bitwise", "rounding")  # a lone row is one of those that differ
+    assert 0.0 < found.batch_bound < 0.02
+
+
+def test_the_sums_of_lone_rows_are_found_where_they_seldom_show(models: TinyModels) -> None:
+    """Of 16 bits few are others, but one of them may turn a text."""
+    found = probe(session_opener(models.bundle("tgt-cuda"), 1, DEVICE))
+    assert (found.width_multiple, found.exactness, found.batch_exactness) == (2, "bitwise", "bitwise")
