@@ -26,7 +26,7 @@ from specrun.models_cache.layout import Bundle, cache_root
 from specrun.runtime.backend import onnxruntime, threads_are_shared
 from specrun.runtime.cuda_runtime import gpu
 from specrun.runtime.device import CPU, Device
-from specrun.runtime.session import PROBED_ROWS, WIDEST_BARE, ModelSession, WidthRule
+from specrun.runtime.session import PROBED_ROWS, WIDEST_BARE, ModelSession, WidthRule, choose_graph
 
 VERSION = 4
 PROBED_WIDTHS = tuple(range(1, WIDEST_BARE + 1))
@@ -309,6 +309,9 @@ def kept_path(kind: str, version: int, bundle: Bundle, threads: int, device: Dev
         key += [device.cuda_graphs, repr(gpu(device.index))]
     elif device.resident:
         key.append("resident")
+    graph = choose_graph(bundle)
+    if graph.max_batch is not None:
+        key.append(graph.file)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cache_root() / kind / f"{digest[:32]}.json"
 

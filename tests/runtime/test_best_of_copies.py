@@ -46,7 +46,8 @@ def test_samples_with_copies_of_the_prompt(
         for method in ("none", "ngram", "auto"):
             found = engine.best_of(LONG, n=6, method=method, **options)
             assert [candidate.token_ids for candidate in found.candidates] == wanted
-            assert found.exactness == "bitwise"
+            lone = place == "a GPU with an old ONNX Runtime"
+            assert found.exactness == ("rounding" if lone else "bitwise")
             assert found.memory.kv_prefix_bytes == 0
             kv, sizes = bundle.manifest.kv, bundle.manifest.sizes
             position = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * np.dtype(kv.dtype).itemsize
