@@ -83,7 +83,8 @@ def best_of(
     model's shared-prompt graph, which rounds a little differently from the graph of `generate`. Samples that --prune
     ends are "cancelled", those that a budget ends have the finish reason "length".
 
-    A model that was exported by an older specrun lacks that graph: export or pull it again with --force.
+    A model that was exported by an older specrun lacks that graph: export or pull it again with --force. Models for a
+    GPU, and those with a sliding window, have none: their rows copy the prompt, and samples are those of generate --n.
 
     \b
     Examples:
