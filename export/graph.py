@@ -52,7 +52,8 @@ def build_target(
     window with its past, only the part laid out as a chain from the past on is right there.
 
     `ragged` feeds `query_lengths` to the attention, so that rows of a batch may have different numbers of new
-    positions; without it the graph loads in ONNX Runtime builds older than 1.32 and serves batch 1.
+    positions; without it the graph loads in ONNX Runtime builds older than 1.32 and serves batch 1, and without dummy
+    rows also several rows of one position each.
 
     Where `file` holds floats of 16 bits, the graph is one for the CUDA provider: keys, values, bias and dummy row are
     of that type, logits and features still f32. That provider's attention has no kernel for f32, and with a bias, even

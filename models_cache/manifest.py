@@ -38,7 +38,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """One ONNX file of the bundle. `requires` names what the installed operator schema must have ("query_seqlens")."""
+    """One ONNX file of the bundle. `requires` names what the installed operator schema must have ("query_seqlens").
+
+    max_batch: rows that may have several new tokens in one run, None for any number. Beyond it a graph without dummy
+    rows still takes rows of one token each.
+    """
 
     file: str
     data: tuple[str, ...]

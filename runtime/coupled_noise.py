@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 KEPT: Final = 16  # positions; a row of 49 k tokens has 0.2 MB
-FINE_BITS: Final = 21
 COARSE_UNIT: Final = 2.0**-32
 
+_FINE_BITS: Final = 21
 _UNIT: Final = 2.0**-53
 _WORD: Final = 64
 _LANE_COARSE: Final = 0
@@ -40,7 +40,7 @@ class CoupledNoise:
 
     def of(self, ids: Ids, position: int) -> NDArray[np.uint64]:
         """All bits of these ids, ascending: u times 2**53, u64 [n]."""
-        return self.coarse(ids, position).astype(np.uint64) << np.uint64(FINE_BITS) | self.fine(ids, position)
+        return self.coarse(ids, position).astype(np.uint64) << np.uint64(_FINE_BITS) | self.fine(ids, position)
 
     def coarse(self, ids: Ids, position: int) -> NDArray[np.uint32]:
         """The upper 32 bits of these ids, ascending: u32 [n]."""
@@ -52,7 +52,7 @@ class CoupledNoise:
 
     def fine(self, ids: Ids, position: int) -> NDArray[np.uint64]:
         """The lower 21 bits of these ids, ascending: u64 [n]."""
-        return self._words(ids, position, _LANE_FINE) >> np.uint64(_WORD - FINE_BITS)
+        return self._words(ids, position, _LANE_FINE) >> np.uint64(_WORD - _FINE_BITS)
 
     def row(self, count: int, position: int) -> NDArray[np.uint32]:
         """The upper 32 bits of the ids below `count`: u32 [count]."""

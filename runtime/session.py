@@ -105,7 +105,7 @@ class ModelSession:
         self._records = device.cuda_graphs and cache is None  # buffers of others come and go
         self._bias = np.zeros(0, HOST_TYPES[self._dtype])
         self._outputs: dict[Any, Any] = {}
-        self.alone: dict[int, ModelSession] = {}  # rows by themselves, where a run cannot take them together
+        self.single_rows: dict[int, ModelSession] = {}  # rows by themselves, where a run cannot take them together
         self._last: Frame | None = None
         self._taken = 0  # tokens of row 0 in the last run
         self._joined: NDArray[np.float32] | None = None  # features of a run that took several, or came from a device
@@ -197,7 +197,7 @@ class ModelSession:
         """Make room for `length` positions a row, as far as the model has them."""
         if self.cache.reserve(min(length, self.positions)):
             self._frames.clear()  # they are bound to the buffers of before
-            self.alone.clear()
+            self.single_rows.clear()
 
     def fit(self, length: int) -> None:
         """Keep the first `length` positions of row 0, in buffers that hold no more."""
@@ -208,7 +208,7 @@ class ModelSession:
     def close(self) -> None:
         """Free the session and its buffers."""
         self._frames.clear()
-        self.alone.clear()
+        self.single_rows.clear()
         self._outputs.clear()
         self._joined = self._last = self._planted = None
         self.cache.close()

@@ -38,7 +38,7 @@ def in_pieces(session: ModelSession, tokens: Tokens, rows: int) -> tuple[NDArray
 def row_by_row(session: ModelSession, tokens: Tokens, rows: int) -> tuple[list[Logits], NDArray[np.float32]]:
     """As `ModelSession.run_batch`, one row after another: (logits of each row, features on the host).
 
-    Each has a session over the buffers as they are (`ModelSession.alone`). The logits of an idle row are another's.
+    Each has a session over the buffers as they are (`ModelSession.single_rows`). An idle row has another's logits.
     """
     lengths, longest = session.cache.lengths, max(map(len, tokens))
     session.reserve(max(lengths) + longest + session.spare)
@@ -47,9 +47,9 @@ def row_by_row(session: ModelSession, tokens: Tokens, rows: int) -> tuple[list[L
     for row, new in enumerate(tokens):
         if not new:
             continue
-        if row not in session.alone:
-            session.alone[row] = session.over(session.cache.part(row, 1))
-        single = session.alone[row]
+        if row not in session.single_rows:
+            session.single_rows[row] = session.over(session.cache.part(row, 1))
+        single = session.single_rows[row]
         single.cache.lengths[0] = lengths[row]
         before = single.onnx_seconds
         found[row] = single.run_batch([new], rows=rows)[0]

@@ -11,7 +11,7 @@ import numpy as np
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.models_cache.progress import Progress, no_progress
 from specrun.runtime.batch import BatchEngine, BatchRequest
-from specrun.runtime.batching.batch_row import alone
+from specrun.runtime.batching.batch_row import solo_reason
 from specrun.runtime.coupled_noise import CoupledNoise
 from specrun.runtime.engine import Engine, Prompt
 from specrun.runtime.kv_cache import shared_prefix
@@ -111,7 +111,7 @@ def _cases(
     if batch > 1 and not target.rows_together:
         return []
     if batch > 1:
-        methods = [method for method in methods if not alone(method, ragged=target.ragged)]
+        methods = [method for method in methods if solo_reason(method, ragged=target.ragged) is None]
     cases: list[tuple[str, int | None]] = [(method, k) for method in methods for k in (*draft_lengths, None)]
     return cases if batch == 1 else [("none", None), *cases]
 

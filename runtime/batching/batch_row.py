@@ -23,12 +23,16 @@ SOLO_METHODS = ("lookahead",)
 """What drafts for one request at a time: its window needs a token tree, and rows of a batch run chains."""
 
 
-def alone(method: str | None, *, ragged: bool) -> bool:
-    """Whether a method drafts for one request at a time.
+def solo_reason(method: str | None, *, ragged: bool) -> str | None:
+    """That a method drafts for one request at a time, as the beginning of a sentence; None for one that can in a batch.
 
     ragged: whether rows with several new tokens run together; without that nothing but n-grams drafts in a batch.
     """
-    return method in SOLO_METHODS or not (ragged or method in (None, "auto", "none", "ngram"))
+    if method in SOLO_METHODS:
+        return f"Method '{method}' drafts for one request at a time"
+    if ragged or method in (None, "auto", "none", "ngram"):
+        return None
+    return f"Method '{method}' drafts for one request at a time on this ONNX Runtime"
 
 
 def batch_method(engine: Engine, method: str | None) -> str:
@@ -48,15 +52,13 @@ def batch_method(engine: Engine, method: str | None) -> str:
 def rows_for(method: str | None, batch_size: int | None, *, ragged: bool = True) -> int | None:
     """The batch size for requests by this method: 1, if none was asked for and it drafts for one request at a time.
 
-    ragged: as for `alone`. Raises UsageError where more rows were asked for.
+    ragged: as for `solo_reason`. Raises UsageError where more rows were asked for.
     """
-    if not alone(method, ragged=ragged) or batch_size == 1:
+    reason = solo_reason(method, ragged=ragged)
+    if reason is None or batch_size == 1:
         return batch_size
     if batch_size is not None:
-        here = "" if method in SOLO_METHODS else " on this ONNX Runtime"
-        raise UsageError(
-            f"Method '{method}' drafts for one request at a time{here}: choose another, or a batch size of 1."
-        )
+        raise UsageError(f"{reason}: choose another, or a batch size of 1.")
     return 1
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from specrun.models_cache.errors import SpecrunError, UsageError
 from specrun.runtime import cost_model
 from specrun.runtime.batching.batch_costs import BatchCosts
-from specrun.runtime.batching.batch_row import SOLO_METHODS, alone, batch_method
+from specrun.runtime.batching.batch_row import batch_method, solo_reason
 from specrun.runtime.batching.batch_size import memory_for_rows
 from specrun.runtime.batching.batch_stats import BatchStats
 from specrun.runtime.batching.row_pool import RowPool
@@ -331,12 +331,9 @@ def _checked(engine: Engine, options: RequestOptions, n: int, certainties: bool)
     request = request_options(**given)
     if request.options.sampling.greedy and n > 1:
         raise UsageError(f"Without sampling all {n} samples are the same: give a temperature of 0.8, say, or n of 1.")
-    if alone(request.method, ragged=engine.target.ragged):
-        here = "" if request.method in SOLO_METHODS else " on this ONNX Runtime"
-        raise UsageError(
-            f"Method '{request.method}' drafts for one request at a time{here}, and best-of runs several: "
-            "choose another."
-        )
+    reason = solo_reason(request.method, ragged=engine.target.ragged)
+    if reason is not None:
+        raise UsageError(f"{reason}, and best-of runs several: choose another.")
     generation = replace(request.options, logprobs=request.options.logprobs or 0, certainties=certainties)
     return replace(request, options=generation, method=batch_method(engine, request.method))
 

@@ -19,7 +19,7 @@ from specrun.runtime.calibration import probe
 from specrun.runtime.device import Device
 from specrun.runtime.device_buffers import DeviceBuffers
 from specrun.runtime.device_rows import DeviceLogits
-from specrun.runtime.session import ModelSession, WidthRule, choose_graph, session_opener
+from specrun.runtime.session import ModelSession, WidthRule, session_opener
 from specrun.runtime.verify import verify
 
 from .conftest import TinyModels
@@ -388,15 +388,3 @@ def test_a_decision_on_the_device_is_the_same_decision(models: TinyModels) -> No
         result = engine.generate("a", max_tokens=40, raw=True, method="ngram", draft_length=3)
         texts.append((result.token_ids, [token.source for token in result.tokens], result.speculation.accepted))
     assert texts[0] == texts[1]
-
-
-def test_the_variant_is_chosen_by_what_the_build_knows(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = models.bundle("tgt-cuda")
-    assert choose_graph(bundle).file == "target.onnx"
-    monkeypatch.setattr("specrun.runtime.session.build_features", lambda: frozenset({"attention_bias"}))
-    assert choose_graph(bundle).file == "target_batch1.onnx"
-    with closing(Engine.load("tgt-cuda", device=DEVICE, threads=1)) as engine:
-        assert not engine.target.ragged
-        assert BatchEngine(engine, batch_size=8).batch_size == 8
-        got = engine.generate(PROMPT, max_tokens=16, raw=True, method="ngram", draft_length=3).token_ids
-    assert got == models.engine("tgt-cuda", device="cpu").generate(PROMPT, max_tokens=16, raw=True).token_ids

@@ -12,7 +12,7 @@ from specrun.models_cache.errors import UsageError
 from specrun.runtime import Engine
 from specrun.runtime.batch import BatchEngine, BatchRequest
 from specrun.runtime.calibration import probe
-from specrun.runtime.session import ModelSession, WidthRule, session_opener
+from specrun.runtime.session import ModelSession, WidthRule, choose_graph, session_opener
 
 from .checks import text_of
 from .conftest import TinyModels
@@ -20,6 +20,19 @@ from .test_device_engine import DEVICE, Pinned, opener
 from .tiny_bundles import PROMPT
 
 OLD_BUILD = {"attention_bias", "position_ids"}  # what onnxruntime-gpu 1.31 has
+
+
+def test_the_variant_is_chosen_by_what_the_build_knows(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = models.bundle("tgt-cuda")
+    assert choose_graph(bundle).file == "target.onnx"
+    wanted = models.engine("tgt-cuda", device="cpu").generate(PROMPT, max_tokens=16, raw=True).token_ids
+    monkeypatch.setattr("specrun.runtime.session.build_features", lambda: frozenset({"attention_bias"}))
+    assert choose_graph(bundle).file == "target_batch1.onnx"
+    with closing(Engine.load("tgt-cuda", device=DEVICE, threads=1)) as engine:
+        assert not engine.target.ragged
+        assert BatchEngine(engine, batch_size=8).batch_size == 8
+        got = engine.generate(PROMPT, max_tokens=16, raw=True, method="ngram", draft_length=3).token_ids
+    assert got == wanted
 
 
 @pytest.mark.parametrize("rows", [2, 5])
