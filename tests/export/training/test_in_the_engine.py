@@ -1,4 +1,7 @@
-"""What was trained guesses in the engine what it guesses in torch on the same text, token by token."""
+"""What was trained guesses in the engine what it guesses in torch on the same text, token by token.
+
+It is trained on that very text: how much is guessed right must not depend on how fast a machine writes training text.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from specrun.export.target_ends import read_target_ends
 from specrun.export.training import train as train_module
 from specrun.export.training import trainer
 from specrun.export.training.batches import Batch
+from specrun.export.training.self_text import Dialogue
 from specrun.export.training.text_store import TextStore
 from specrun.export.training.train import target_parts, train_speculator
 from specrun.models_cache.layout import Bundle, load_bundle
@@ -21,7 +25,6 @@ from specrun.runtime import Engine
 from specrun.runtime.session import WidthRule, session_opener
 from specrun.runtime.tokenizer import Tokenizer
 
-from .conftest import TOKENS
 from .naive import Recorded
 
 PROMPT, MAX_TOKENS = "Write a story", 250
@@ -30,26 +33,35 @@ AHEAD = {"medusa": 2, "eagle": 2, "draft": 1}  # the place that the first guess 
 
 @pytest.mark.parametrize("method", AHEAD)
 def test_rounds_of_one_draft_token(
-    tiny_fp32: Bundle, written: TextStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tiny_fp32: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     shutil.copytree(tiny_fp32.path, tmp_path / "tiny")
-    shutil.copytree(written.folder, tmp_path / "work" / "text")
     bundle = load_bundle(tmp_path / "tiny")
+    asked = {"max_tokens": MAX_TOKENS, "raw": True}
+    with Engine(bundle, threads=1) as engine:
+        plain = engine.generate(PROMPT, method="none", **asked)
+    prompt = Tokenizer.from_bundle(bundle).encode(PROMPT)
+    assert len(prompt) == plain.usage.prompt_tokens
+    text = prompt + list(plain.token_ids)
+    features = features_of(bundle, text)
+
+    store = TextStore(tmp_path / "work" / "text")
+    answer = np.arange(len(text)) >= len(prompt)
+    dialogue = Dialogue(np.asarray(text, np.int32), answer, features.astype(np.float16))
+    for copies in (2, 11):  # the first shard is held out
+        store.add([dialogue] * copies)
     options = functools.partial(trainer.TrainingOptions, rows=2, length=128)
     monkeypatch.setattr(train_module, "TrainingOptions", options)
     monkeypatch.setattr(train_module, "LEARNING_RATES", {method: 4e-3})
     for name, value in (("MEASURES", 1), ("HELD_OUT_BATCHES", 1), ("WARMUP_STEPS", 4)):
         monkeypatch.setattr(trainer, name, value)
-    speculator = train_speculator(bundle, method, tokens=TOKENS, passes=6, threads=1, work=tmp_path / "work").speculator
+    trained_on = {"tokens": store.tokens(), "passes": 8, "work": tmp_path / "work"}
+    speculator = train_speculator(bundle, method, threads=1, **trained_on).speculator
+    assert len(store.names()) == 2  # no text was written
 
-    asked = {"max_tokens": MAX_TOKENS, "raw": True}
     with Engine(bundle, threads=1) as engine:
-        plain = engine.generate(PROMPT, method="none", **asked)
         found = engine.generate(PROMPT, method=method, draft_length=1, **asked)
     assert found.token_ids == plain.token_ids
-    prompt = Tokenizer.from_bundle(bundle).encode(PROMPT)
-    assert len(prompt) == plain.usage.prompt_tokens
-    text = prompt + list(plain.token_ids)
 
     cpu = torch.device("cpu")
     vocabulary = np.asarray(speculator.vocabulary, np.int64)
@@ -61,11 +73,11 @@ def test_rounds_of_one_draft_token(
             norm.weight.copy_(torch.from_numpy(speculator.tensor("tap_norms")[index]))
         for name, tensor in trained.model.tensors().items():
             tensor.copy_(torch.from_numpy(speculator.tensor(name)))
-    features = torch.from_numpy(features_of(bundle, text))[None, :, train_module._columns(bundle, trained.read)]
+    read = torch.from_numpy(features)[None, :, train_module._columns(bundle, trained.read)]
     tokens = torch.tensor(text)[None]
     zeros = torch.zeros_like(tokens)
     recorded = Recorded(monkeypatch)
-    trained.losses(Batch(tokens, features, torch.arange(len(text) - 1)[None], zeros, zeros == 0))
+    trained.losses(Batch(tokens, read, torch.arange(len(text) - 1)[None], zeros, zeros == 0))
     guesses = vocabulary[recorded.logits[0].argmax(-1)]
 
     place, accepted, rounds = len(prompt) + 1, 0, 0
@@ -73,7 +85,7 @@ def test_rounds_of_one_draft_token(
         right = place + 1 < len(text) and guesses[place - AHEAD[method]] == text[place]
         place += 1 + right
         accepted, rounds = accepted + right, rounds + 1
-    assert accepted > 20
+    assert accepted > len(plain.token_ids) // 4
     # Heads compute in 8 bits, so a guess now and then is another one.
     assert found.speculation.accepted == pytest.approx(accepted, abs=5)
     assert found.speculation.rounds == pytest.approx(rounds, abs=5)
