@@ -54,7 +54,6 @@ class TextStream:
         self._drop_space = tokenizer.drops_first_space(prompt)
         self._held = ""
         self._delivered = 0  # characters
-        self._spared = 0  # a stop string that ends within so many characters does not stop
         self._pushed = 0
         self._kept = 0
         # Of each token that is not delivered in full: its number (from 1) and the character its first byte is in.

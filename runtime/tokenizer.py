@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -134,13 +133,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """A token for display: control tokens as they are spelt, bytes that are no UTF-8 as U+FFFD."""
         return self._spelt_bytes(token_id).decode("utf-8", "replace")
-
-    def vocabulary_digest(self) -> str:
-        """sha256 (hex) over the texts of all real ids: equal for tokenizers that share a vocabulary."""
-        digest = hashlib.sha256()
-        for text in self._vocabulary():
-            digest.update(b"\xff" if text is None else text.encode("utf-8", "surrogatepass") + b"\xfe")
-        return digest.hexdigest()
 
     def first_difference(self, other: Tokenizer) -> tuple[int, str | None, str | None] | None:
         """The first real id whose token differs, with both texts (None: no such id), or None if the two agree.

@@ -79,11 +79,6 @@ class TreePlanner:
         """Of a node that is looked at."""
         return max(_LEAST_REWARD, self._least_slope / self.costs[0])
 
-    @property
-    def plain_rate(self) -> float:
-        """Tokens a second without any draft."""
-        return 1.0 / self.costs[0]
-
     def slope(self, nodes: int) -> float:
         """Seconds of one node more than `nodes`."""
         at = min(nodes, len(self.costs) - 2)

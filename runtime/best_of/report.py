@@ -8,15 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from specrun.models_cache.errors import UsageError
-from specrun.models_cache.strictjson import StrictJsonError, parse_object
 from specrun.runtime import cost_model
-from specrun.runtime.best_of.answers import normalise
 from specrun.runtime.best_of.vote import vote_scores
 
 COUNTS: Final = (1, 4, 16)
@@ -205,59 +202,6 @@ def flops_ratio(questions: Sequence[Labelled], n: int, *, shared: bool) -> float
     if not prompt + answer:
         return None
     return (prompt + n * answer) / (prompt + answer) if shared else float(n)
-
-
-def read_labelled(line: Mapping[str, Any]) -> Labelled:
-    """One question of a labelled file: {"samples": [{"right", "score" or "answer" and "logprob", "tokens"}, ...],
-    "prompt_tokens"}; a null score is -inf, and answers are compared as `normalise` writes them.
-
-    Raises UsageError for a line of another form.
-    """
-    try:
-        samples = line["samples"]
-        right = tuple(_boolean(sample["right"]) for sample in samples)
-        tokens = tuple(int(sample["tokens"]) for sample in samples if "tokens" in sample)
-        prompt = int(line.get("prompt_tokens", 0))
-        if all("score" in sample for sample in samples):
-            scores = tuple(-math.inf if sample["score"] is None else float(sample["score"]) for sample in samples)
-            if any(math.isnan(score) for score in scores):
-                raise ValueError("a score is no number")
-            return Labelled(right, scores, prompt_tokens=prompt, tokens=tokens)
-        answers = tuple(None if sample["answer"] is None else normalise(str(sample["answer"])) for sample in samples)
-        logprobs = tuple(float(sample["logprob"]) for sample in samples)
-        if any(math.isnan(logprob) for logprob in logprobs):
-            raise ValueError("a logprob is no number")
-        return Labelled(right, None, answers, logprobs, prompt, tokens)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        raise UsageError(
-            f"it is not as a labelled question must be ({what}): give samples, each with right, and score, or answer "
-            "and logprob."
-        ) from error
-
-
-def read_labelled_file(path: Path) -> list[Labelled]:
-    """The questions of a labelled JSON Lines file (`read_labelled`). Raises UsageError that names the line."""
-    questions = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                if text.strip():
-                    try:
-                        questions.append(read_labelled(parse_object(text)))
-                    except (StrictJsonError, UsageError) as error:
-                        raise UsageError(f"{path}, line {number}: {error}") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not UTF-8 text: give a file of JSON lines.") from None
-    return questions
-
-
-def _boolean(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"right must be true or false, not {value!r:.40}")
-    return value
 
 
 def _mean(values: Sequence[float]) -> float:

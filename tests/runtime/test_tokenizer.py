@@ -166,7 +166,6 @@ class TestVocabularies:
     def test_equal(self):
         a, b = tiny("qwen2"), tiny("qwen2")
         assert a.first_difference(b) is None
-        assert a.vocabulary_digest() == b.vocabulary_digest()
         a.require_same_vocabulary(b)
 
     def test_two_tokens_swapped(self):
@@ -176,7 +175,6 @@ class TestVocabularies:
         target = Tokenizer(document(model=tokenizers.models.WordLevel(tokens)), NO_SPECIALS, 4)
         draft = Tokenizer(document(model=tokenizers.models.WordLevel(swapped)), NO_SPECIALS, 4)
         assert target.first_difference(draft) == (1, "b", "d")
-        assert target.vocabulary_digest() != draft.vocabulary_digest()
         with pytest.raises(VocabularyMismatchError, match=r"id 1 is 'b' in the target and 'd' in the draft"):
             target.require_same_vocabulary(draft)
 

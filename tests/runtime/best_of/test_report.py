@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,6 @@ from specrun.runtime.best_of.report import (
     correlation,
     flops_ratio,
     pick_accuracy,
-    read_labelled,
-    read_labelled_file,
     report,
 )
 from specrun.runtime.best_of.vote import vote_scores
@@ -143,40 +140,3 @@ def test_questions_that_cannot_be_reported_on() -> None:
         Labelled((True, False), (1.0,))
     with pytest.raises(UsageError, match="log-probability of every sample"):
         Labelled((True,), None, ("1",))
-
-
-def test_lines_of_a_labelled_file() -> None:
-    rows = [{"right": True, "score": 1, "tokens": 3}, {"right": False, "score": None, "tokens": 4}]
-    assert read_labelled({"samples": rows, "prompt_tokens": 7}) == Labelled(
-        (True, False), (1.0, -math.inf), prompt_tokens=7, tokens=(3, 4)
-    )
-    votes = [{"right": True, "answer": "$4.0", "logprob": -1.0}, {"right": False, "answer": None, "logprob": -2.0}]
-    assert read_labelled({"samples": votes}).answers == ("4", None)
-    for line in ({}, {"samples": [{"score": 1}]}, {"samples": [{"right": 1, "score": 1}]}, {"samples": 3}):
-        with pytest.raises(UsageError, match="not as a labelled question must be"):
-            read_labelled(line)
-    votes[0]["logprob"] = "nan"
-    with pytest.raises(UsageError, match="a logprob is no number"):
-        read_labelled({"samples": votes})
-
-
-def test_a_labelled_file(tmp_path: Path) -> None:
-    path = tmp_path / "labelled.jsonl"
-    rows = [{"right": True, "score": 2.5}, {"right": False, "score": 1.5}]
-    path.write_text(json.dumps({"samples": rows}) + "\n\n" + json.dumps({"samples": rows[::-1], "id": "b"}) + "\n")
-    found = report(read_labelled_file(path))
-    assert [(row.n, row.accuracy) for row in found.rows] == [(1, 0.5), (2, 1.0)]
-    for text, message in [
-        ("{", "line 1: it is not valid JSON"),
-        ("[]", "line 1: it must hold one JSON object"),
-        ('{"samples": [{"right": true, "score": "x"}]}', "line 1: it is not as a labelled question must be"),
-        ('{"samples": []}', "line 1: .*without samples"),
-    ]:
-        path.write_text(text)
-        with pytest.raises(UsageError, match=message):
-            read_labelled_file(path)
-    path.write_bytes(b"\xff\n")
-    with pytest.raises(UsageError, match="not UTF-8"):
-        read_labelled_file(path)
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
-        read_labelled_file(tmp_path / "none")
