@@ -44,6 +44,7 @@ class RayWorkers:
             if not os.environ.get("RAY_ADDRESS"):  # nobody outside this machine needs to reach it
                 local = {"num_cpus": max(os.cpu_count() or 1, workers or 1), "_node_ip_address": "127.0.0.1"}
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no network for what needs none
+            os.environ.setdefault("RAY_worker_niceness", "0")  # beside other programs as fast as without Ray
             try:
                 ray.init(log_to_driver=False, logging_level="error", include_dashboard=False, **local)
             except (OSError, RuntimeError, ValueError) as error:  # what Ray raises for a cluster that is not there

@@ -17,7 +17,7 @@ from .fake_worker import records
 
 pytest.importorskip("ray")
 
-# One of two workers is killed after some answers; prints how often each line was asked for.
+# One of two workers is killed after some answers; prints how many processes there were, and priorities, with its own.
 ONE_DIES = """
 import json, os, signal, sys
 from pathlib import Path
@@ -31,10 +31,13 @@ with source.open("rb") as stream, open_job(JsonLines(stream, "in"), target, sett
     seen, killed = set(), None
     for count, _ in enumerate(job.run(workers)):
         seen.update(workers.processes)
+        if count == 0:
+            priorities = {os.getpriority(os.PRIO_PROCESS, process) for process in (0, *workers.processes)}
         if count == 20:
             killed = workers.processes[0]
             os.kill(killed, signal.SIGKILL)
-    print(json.dumps({"done": job.counts.done, "failed": job.counts.failed, "processes": len(seen)}))
+    counts = {"done": job.counts.done, "failed": job.counts.failed, "processes": len(seen)}
+    print(json.dumps({**counts, "priorities": len(priorities)}))
 workers.close()
 """
 
@@ -77,7 +80,7 @@ def test_a_worker_that_dies_loses_nothing(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", ONE_DIES, str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"done": 100, "failed": 1, "processes": 3}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"done": 100, "failed": 1, "processes": 3, "priorities": 1}
     found = records(target)
     assert [record["id"] for record in found] == [f"line-{number}" for number in range(1, 101)]
     assert found.pop(50)["error"]["code"] == "not_an_object"

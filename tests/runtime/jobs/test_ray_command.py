@@ -98,7 +98,10 @@ def test_lines_that_come_one_by_one() -> None:
             time.sleep(1.0)
         else:
             ids.append(json.loads(process.stdout.readline())["custom_id"])
-    rest = process.communicate(timeout=170)[0]
+    try:
+        rest = process.communicate(timeout=170)[0]
+    finally:
+        process.kill()
     assert process.returncode == 0
     assert [*ids, json.loads(rest)["custom_id"]] == ["first", "short", "long"]
 
